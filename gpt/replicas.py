@@ -45,7 +45,7 @@ def _persistent(state: TrainState) -> NamedTensors:
     for flat in state.model.flats:
         if flat.lifetime is Lifetime.PERSISTENT:
             for span in flat.layout.spans:
-                yield span.name, flat.full[span.elements.start : span.elements.stop]
+                yield span.name, flat.as_sent(span.elements)
 
 
 def _owned(state: TrainState) -> Iterator[tuple[str, Tensor]]:

@@ -165,14 +165,14 @@ class Axis:
         put_back = partial(self.pairwise.received.put_back, buffer)
         return exchanged.followed_by(partial(read, received.view(self.size, -1)), at_end=put_back)
 
-    def all_reduce(self, tensor: Tensor, *, out: Tensor) -> Work:
-        """Sum the tensor over the ranks into `out`. In place if `out` is `tensor`."""
+    def all_reduce(self, tensor: Tensor, *, out: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Work:
+        """Sum the tensor over the ranks into `out`, or reduce it by another `op`. In place if `out` is `tensor`."""
         if out is not tensor:
             out.copy_(tensor)  # returns early if both are the same memory
         if self.size == 1:
             return Work()
         event = self.log.record("all_reduce", self.name, self.size, out)
-        return self._launch(event, self._all_reduce, out, out)
+        return self._launch(event, partial(self._all_reduce, op), out, out)
 
     def broadcast(self, tensor: Tensor) -> Work:
         """Overwrite the contiguous tensor of every rank with that of the first rank."""
@@ -245,8 +245,8 @@ class Axis:
         scatter = _first_named("reduce_scatter_single", "reduce_scatter_tensor")
         return scatter(_flat(out), _flat(full), group=self.group, async_op=True).wait
 
-    def _all_reduce(self, _tensor: Tensor, out: Tensor) -> Callable[[], object]:
-        return dist.all_reduce(out, group=self.group, async_op=True).wait
+    def _all_reduce(self, op: dist.ReduceOp.RedOpType, _tensor: Tensor, out: Tensor) -> Callable[[], object]:
+        return dist.all_reduce(out, op, group=self.group, async_op=True).wait
 
     def _broadcast(self, _tensor: Tensor, out: Tensor) -> Callable[[], object]:
         return dist.broadcast(out, group=self.group, group_src=0, async_op=True).wait

@@ -53,6 +53,7 @@ __all__ = [
 ]
 
 NAMESPACES = {"aten", "torch_attn"}  # of kernels; the second one is that of attention with variable lengths
+FUSED_NORM = "zero::rms_norm"  # and its gradients: one kernel on a GPU (gpt/kernels/norms.py)
 NO_KERNELS = {
     "_unsafe_view",
     "detach",
@@ -186,7 +187,8 @@ def runs_a_kernel(operation: OpOverload, args: Sequence[Any]) -> bool:
 
 @cache
 def _has_a_kernel(operation: OpOverload) -> bool:
-    is_counted = operation.namespace in NAMESPACES and not returns_views(operation)
+    is_kernel = operation.namespace in NAMESPACES or schema_of(operation).name.startswith(FUSED_NORM)
+    is_counted = is_kernel and not returns_views(operation)
     return is_counted and schema_of(operation).name.removeprefix("aten::") not in NO_KERNELS | FUSED_ON_A_GPU
 
 

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from parallel.mesh import Axis, _first_named
+from parallel.torch_internals import schema_of
 from tests.ranks import run_ranks
 from tests.simulated_streams import Action, Output, Race, Region, Stream, Streams, Work
 from zero.memory import placement
@@ -48,26 +49,31 @@ def _late(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
 
 
 class LateOperations(TorchDispatchMode):
-    """A dispatch mode that launches the operations of a side stream instead of running them."""
+    """A dispatch mode that launches the operations of a side stream instead of running them.
+
+    Memory that they allocate returns to the same stream, so that later operations there may use it at once.
+    """
 
     def __init__(self, streams: Streams, stream: Stream):
         super().__init__()
         self._streams, self._stream = streams, stream
+        self._allocated: set[int] = set()  # storages
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if self._streams.is_running or not tensors or function.is_view or _is_alias(function):
             return function(*args, **kwargs)
-        if any("Tensor" not in str(returned.type) for returned in function._schema.returns):
+        if any("Tensor" not in str(returned.type) for returned in schema_of(function).returns):
             self._stream.synchronize()  # the host reads a value
             return function(*args, **kwargs)
         written = _written(function, args, kwargs)
         result = None if written else function(*args, **kwargs)  # its memory; the values are computed again
-        outputs = [(_region(self._streams, out), updates) for out, updates in _outputs(written, result)]
+        self._allocated |= {out.untyped_storage()._cdata for out in tree_leaves(result) if isinstance(out, Tensor)}
+        outputs = [(self._region(out), updates) for out, updates in _outputs(written, result)]
         inputs = [tensor for tensor in tensors if not any(tensor is out for out, _ in written)]
-        regions = [_region(self._streams, tensor) for tensor in inputs]
-        if function is torch.ops.aten.copy_.default and outputs[0][0].is_same(_region(self._streams, args[1])):
+        regions = [self._region(tensor) for tensor in inputs]
+        if function is torch.ops.aten.copy_.default and outputs[0][0].is_same(self._region(args[1])):
             return args[0]  # a copy onto itself does nothing
         # An output that shares memory with an input is read before it is written.
         outputs = [Output(out, is_updated=updates or any(out.overlaps(r) for r in regions)) for out, updates in outputs]
@@ -77,6 +83,11 @@ class LateOperations(TorchDispatchMode):
         if not written:
             return result
         return written[0][0] if len(written) == 1 else tuple(out for out, _ in written)
+
+    def _region(self, tensor: Tensor) -> Region:
+        storage = tensor.untyped_storage()
+        is_kept = storage._cdata in self._allocated or any(region.is_in(storage) for region in self._streams.on_host)
+        return Region(tensor, is_kept=is_kept)
 
 
 class HostAllocations(TorchDispatchMode):
@@ -94,14 +105,14 @@ class HostAllocations(TorchDispatchMode):
 
 def _is_alias(function: Any) -> bool:
     """Return whether the result is the argument itself, such as that of `detach`."""
-    infos = [argument.alias_info for argument in function._schema.arguments]
+    infos = [argument.alias_info for argument in schema_of(function).arguments]
     return any(info is not None and not info.is_write for info in infos)
 
 
 def _written(function: Any, args: tuple, kwargs: dict) -> list[tuple[Tensor, bool]]:
     """Return the arguments that an operation writes, each with whether it is read before."""
     written = []
-    for number, argument in enumerate(function._schema.arguments):
+    for number, argument in enumerate(schema_of(function).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[number] if number < len(args) else kwargs[argument.name]
             is_only_written = argument.is_out or function.overloadpacket.__name__ in ("copy_", "fill_", "zero_")
@@ -249,12 +260,6 @@ def _memory(streams: Streams) -> Iterator[Any]:
 
     yield mock.patch.object(torch.UntypedStorage, "resize_", resize_)
     yield mock.patch.object(placement, "allocating", recorded)
-
-
-def _region(streams: Streams, tensor: Tensor) -> Region:
-    """Return the region of a tensor that a side stream uses."""
-    storage = tensor.untyped_storage()
-    return Region(tensor, is_kept=any(region.is_in(storage) for region in streams.on_host))
 
 
 def _doors(streams: Streams) -> Iterator[Any]:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from gpt.builder.closed_forms import moment_bytes, parameters_of_rank
+from gpt.builder.closed_forms import coded_parameters_of_rank, moment_bytes, parameters_of_rank
 from gpt.settings.option_names import in_option_names
 from gpt.settings.settings import Settings
 from parallel.host_memory import physical_bytes
@@ -35,21 +35,25 @@ def chosen_activations(settings: Settings, mesh: Mesh, replicas: Axis, device: t
 
 def sent_bytes(settings: Settings, data_size: int, num_micro_batches: int) -> tuple[float, float]:
     """Return the bytes that a rank sends along the data axis in a step, inside its group and between groups."""
-    zero, parallel = settings.zero, settings.parallel
-    numel = parameters_of_rank(settings.model, parallel.tensor_size)
-    sizes = traffic.axis_sizes(zero.policy, data_size, parallel.shard_size)
-    return sent_bytes_of(zero, settings.train.dtype, numel, sizes, num_micro_batches)
+    zero, train, tensor_size = settings.zero, settings.train, settings.parallel.tensor_size
+    numel = parameters_of_rank(settings.model, tensor_size)
+    in_fp8 = coded_parameters_of_rank(settings.model, train, tensor_size) if zero.gather_dtype else 0
+    sizes = traffic.axis_sizes(zero.policy, data_size, settings.parallel.shard_size)
+    return sent_bytes_of(zero, train.dtype, (numel, in_fp8), sizes, num_micro_batches)
 
 
 def sent_bytes_of(
-    zero: ZeroConfig, dtype: torch.dtype, numel: int, sizes: tuple[int, int], num_micro_batches: int
+    zero: ZeroConfig, dtype: torch.dtype, numels: tuple[int, int], sizes: tuple[int, int], num_micro_batches: int
 ) -> tuple[float, float]:
-    """Return the bytes of `sent_bytes` for so many parameters of one type; `sizes`: ranks of a group, and groups."""
-    types = zero.gradient_types(dtype)
+    """Return the bytes of `sent_bytes` for so many parameters of one type, of which some are gathered in FP8.
+
+    `sizes`: ranks of a group, and groups.
+    """
+    types, (numel, in_fp8) = zero.gradient_types(dtype), numels
     gradient_bytes = numel * types.reduce.itemsize, numel * types.accumulate.itemsize
-    return traffic.axis_bytes(
-        zero.policy, numel * dtype.itemsize, sizes, num_micro_batches, gradient_bytes=gradient_bytes
-    )
+    of_all = numel * dtype.itemsize
+    parameter_bytes = of_all - in_fp8 * (dtype.itemsize - 1), of_all
+    return traffic.axis_bytes(zero.policy, parameter_bytes, sizes, num_micro_batches, gradient_bytes=gradient_bytes)
 
 
 def block_sum_bytes(settings: Settings, data_size: int) -> float:

@@ -7,6 +7,7 @@ from functools import cache
 from typing import assert_never
 
 from gpt.settings.optimizer import OptimizerSettings
+from gpt.settings.training import TrainSettings
 from gpt.shape.config import ROWS_PER_UNIT, ModelConfig, parameter_shapes
 from zero.optimizers.adamw8bit import BLOCK
 from zero.optimizers.soap import Soap
@@ -23,11 +24,26 @@ def parameters_of_rank(model: ModelConfig, tensor_size: int) -> int:
     return sum(numel for _, _, numel in _parameters(model, tensor_size))
 
 
+def coded_parameters_of_rank(model: ModelConfig, train: TrainSettings, tensor_size: int) -> int:
+    """Return the number of parameters on one tensor rank that products in FP8 read, and that can be gathered so."""
+    blocks = range(train.fp8.keep_first, model.num_layers - train.fp8.keep_last)
+    return sum(
+        numel
+        for name, shape, numel in _parameters(model, tensor_size)
+        if name.startswith("blocks.") and len(shape) > 1 and int(name.split(".")[1]) in blocks
+        if not _is_shared(name, model, tensor_size)
+    )
+
+
+def _is_shared(name: str, model: ModelConfig, tensor_size: int) -> bool:
+    """Return whether tensor ranks share a weight, of which each applies some rows."""
+    return "attention.qkv.kv_" in name and tensor_size > model.kv_heads
+
+
 def _parameters(model: ModelConfig, tensor_size: int) -> Iterator[tuple[str, tuple[int, ...], int]]:
     """Yield (name, whole shape, elements of one tensor rank); heads that ranks share are whole on each."""
     for name, shape in parameter_shapes(model, model.padded_vocab_size):
-        is_shared = "attention.qkv.kv_" in name and tensor_size > model.kv_heads
-        num_parts = tensor_size if SPLIT.search(name) and not is_shared else 1
+        num_parts = tensor_size if SPLIT.search(name) and not _is_shared(name, model, tensor_size) else 1
         yield name, shape, math.prod(shape) // num_parts
 
 

@@ -23,7 +23,7 @@ from gpt.pretrained.weights import load_pretrained
 from gpt.settings.optimizer import OptimizerSettings
 from gpt.settings.schedule import check_batch_sizes, learning_rate
 from gpt.settings.settings import Settings
-from gpt.settings.training import LossScaleSettings, ParallelSettings, check_evaluated
+from gpt.settings.training import LossScaleSettings, ParallelSettings, TrainSettings, check_evaluated
 from gpt.shape.config import ModelConfig, check_divides
 from parallel.errors import ConfigError
 from parallel.memory_kinds import allocate_buffer
@@ -37,6 +37,8 @@ from parallel.world import StartOptions, World
 from zero.activations.checkpointed_blocks import ActivationsConfig, check_replicas, checkpointed_blocks, recomputed
 from zero.buckets.leaf_blocks import check_blocks
 from zero.engine import ZeroDataParallel
+from zero.fp8.convert import convert, scaled_weights
+from zero.fp8.kernels import HOPPER, Device, refused_layer
 from zero.memory.placement import Offload, Placement
 from zero.optimizer import ZeroOptimizer
 from zero.optimizers.adamw8bit import AdamW8bit
@@ -80,6 +82,11 @@ class TrainState:
     def num_parameters(self) -> int:
         """The number of parameters of this tensor rank: the paper's Psi."""
         return sum(param.numel() for flat in self.model.flats for param in flat.params)
+
+    @property
+    def num_coded_parameters(self) -> int:
+        """The number of parameters of this tensor rank that are gathered in FP8."""
+        return sum(param.numel() for flat in self.model.flats if flat.is_coded for param in flat.params)
 
     @property
     def num_parameters_of_model(self) -> int:
@@ -184,6 +191,8 @@ def build(settings: Settings, mesh: Mesh, device: torch.device) -> TrainState:
         gpt = build_model(
             settings.model, activations, tokens, device, train.dtype, sum_dtype, is_compiled=train.compiles_blocks
         )
+        if train.matmul == "fp8":
+            convert_blocks(gpt, train, HOPPER if mesh.data.imitated_backend == "nccl" else Device.of(device))
         gpt.softmax = replace(gpt.softmax, z_loss=train.z_loss)
         initialize(gpt, train.seed, mesh.data)
         if train.initial_weights is not None:
@@ -238,6 +247,35 @@ def build_model(
             if isinstance(module, Attention):
                 module.kernel = recomputed(module.kernel)
     return gpt
+
+
+def convert_blocks(gpt: GPT, train: TrainSettings, device: Device) -> None:
+    """Let the linear layers of blocks multiply in FP8. Raises ConfigError if the device cannot."""
+    fp8, num_blocks = train.fp8, gpt.config.num_layers
+    of_blocks = range(fp8.keep_first, num_blocks - fp8.keep_last)
+    if not of_blocks:
+        raise ConfigError(
+            f"train.fp8.keep_first={fp8.keep_first} and keep_last={fp8.keep_last} leave none of {num_blocks} blocks to "
+            "train.matmul=fp8; keep fewer"
+        )
+    names = convert(
+        gpt,
+        fp8.recipe,
+        keep=lambda name, _layer: not name.startswith("blocks.") or int(name.split(".")[1]) not in of_blocks,
+        use_fast_accum=fp8.use_fast_accum,
+        emulate=fp8.emulate,
+        device=device,
+    )
+    emulates = fp8.emulate or device.kind == "cpu"
+    if not emulates:
+        shapes = {name: (weight.shape[0], weight.shape[1]) for name, weight, _ in scaled_weights(gpt)}
+        num_tokens = train.micro_batch_size * gpt.config.seq_length // gpt.tokens.context.size
+        if (reason := refused_layer(fp8.recipe, device, shapes, num_tokens)) is not None:
+            raise ConfigError(
+                f"train.fp8.recipe={fp8.recipe}: {reason}; choose another recipe, train.matmul=null, or "
+                "train.fp8.emulate=true, which is slower than bf16"
+            )
+    logger.info("products: %s FP8 in %d layers%s", fp8.recipe, len(names), ", emulated" if emulates else "")
 
 
 def build_loss_scale(settings: LossScaleSettings, is_fp16: bool, device: torch.device) -> LossScale:

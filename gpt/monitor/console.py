@@ -238,7 +238,8 @@ def summary_table(state: TrainState, train: TrainSettings, records: list[dict[st
     first, last = records[0], records[-1]
     num_micro_batches = train.num_micro_batches(state.mesh.num_batch_ranks)
     sizes = state.model.levels.sizes
-    expected = sum(sent_bytes_of(state.model.config, train.dtype, state.num_parameters, sizes, num_micro_batches))
+    numels = state.num_parameters, state.num_coded_parameters
+    expected = sum(sent_bytes_of(state.model.config, train.dtype, numels, sizes, num_micro_batches))
     table = Table(title="Summary", show_header=False, title_justify="left")
     table.add_row("loss", f"{first['loss']:.3f} (step {first['step']}) -> {last['loss']:.3f} (step {last['step']})")
     if "validation_loss" in last:

@@ -20,6 +20,7 @@ from gpt.shape.config import ModelConfig
 from parallel.errors import ConfigError
 from parallel.fields import check_fields
 from zero.activations.checkpointed_blocks import ActivationsConfig
+from zero.fp8.scaling import RECIPES
 from zero.memory.placement import OffloadConfig
 from zero.optimizers.adamw8bit import BLOCK
 from zero.partition.config import ZeroConfig
@@ -59,6 +60,14 @@ class Settings:
             raise ConfigError(
                 f"guard.audit_every={self.guard.audit_every} compares bits of different ranks; set "
                 "train.reproducible=layout, or guard.audit_every=0"
+            )
+        train = self.train
+        sends_codes = train.matmul == "fp8" and RECIPES[train.fp8.recipe].same_transposed
+        if self.zero.gather_dtype is not None and not sends_codes:
+            raise ConfigError(
+                f"zero.gather_dtype=fp8 sends codes that products read, and those of train.matmul={train.matmul}, "
+                f"train.fp8.recipe={train.fp8.recipe} do not; choose matmul=fp8 with tensorwise or blockwise, or "
+                "zero.gather_dtype=null"
             )
         if self.model.mup_base_width is not None and not self.optimizer.name.startswith("adamw"):
             raise ConfigError(

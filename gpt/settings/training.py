@@ -8,6 +8,7 @@ import torch
 from gpt.settings.schedule import BatchConfig, BatchSize, NumSteps, RampUpConfig
 from parallel.errors import ConfigError
 from parallel.fields import FilePath, NonNegative, Positive, Range, Ranks, check_fields
+from zero.fp8.scaling import RecipeName
 from zero.partition.config import DTYPES, DtypeName
 
 LossScale = Annotated[float, Range(2.0**-32, 2.0**64)]
@@ -60,6 +61,28 @@ class LossScaleSettings:
 
 
 @dataclass(frozen=True)
+class Fp8Settings:
+    """Products of the linear layers of blocks in FP8. Embeddings, the head and attention keep train.precision."""
+
+    recipe: RecipeName = "tensorwise"
+    """The elements that share a scale. tensorwise: a matrix; rowwise: a row along the dim of the sum; blockwise: 1 x
+    128 of activations and gradients, 128 x 128 of weights (GPUs of compute capability 9.0 only). mxfp8 and nvfp4 have
+    32 and 16 along the dim of the sum, and are emulated."""
+    use_fast_accum: bool = False
+    """Let Hopper's kernels add with fewer bits than fp32, which is faster."""
+    emulate: bool = False
+    """Compute with the values that codes stand for, in fp32, slower than bf16; a GPU without the kernel is an error
+    otherwise. A CPU always does."""
+    keep_first: NonNegative = 0
+    """The first blocks that keep train.precision."""
+    keep_last: NonNegative = 0
+    """The last blocks that keep train.precision."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True)
 class TrainSettings:
     """The length of the run, its batches, its precision, and what is logged and evaluated."""
 
@@ -74,6 +97,11 @@ class TrainSettings:
     """Start with a smaller batch and grow to global_batch_size; null: use global_batch_size from the first step on."""
     precision: DtypeName = "bf16"
     """Data type of parameters, activations and gradients. Master weights and the optimizer's moments are fp32."""
+    matmul: Literal["fp8"] | None = None
+    """Data type of the operands of products in linear layers of blocks; null: that of train.precision. fp8 needs bf16,
+    or fp32 for tests; zero.gather_dtype=fp8 then gathers the weights at half the bytes."""
+    fp8: Fp8Settings = field(default_factory=Fp8Settings)
+    """The products of train.matmul=fp8."""
     float32_matmul_precision: Literal["highest", "high", "medium"] = "highest"
     """Precision of matrix products of fp32 tensors. highest: fp32; high: TF32 on GPUs that have it, with 10 bits of
     mantissa; medium: bf16. Products in half precision are not affected."""
@@ -118,6 +146,10 @@ class TrainSettings:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.matmul == "fp8" and self.precision == "fp16":
+            raise ConfigError(
+                "train.matmul=fp8 does not work with train.precision=fp16; choose bf16, or fp32 for tests"
+            )
 
     @property
     def is_same_on_any_layout(self) -> bool:

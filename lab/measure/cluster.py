@@ -8,6 +8,7 @@ from typing import Annotated, Literal, Self
 
 from lab.measure.curves import Curve
 from lab.measure.products import TileModel
+from lab.measure.recipes import HALF_BITS, RECIPES, Recipe
 from parallel.config_files import read_section
 from parallel.errors import ConfigError
 from parallel.fields import Range, check_fields
@@ -46,6 +47,11 @@ class ClusterSpec:
     # What follows are physical effects, each of which its default leaves out.
     latency: Literal["hops", "nccl"] = "hops"  # of collectives; nccl: by NCCL's own model instead of `hop_seconds`
     rings_use_all_cards: bool = False  # true: each GPU has a network card of its own, and a ring between nodes has all
+    peak_fp8_tflops: Rate | None = None  # null: the GPU has no such products
+    peak_fp4_tflops: Rate | None = None
+    quantized_gemm_fraction: Rate = 1.0  # of these peaks, reached by tensorwise products
+    quantizing_fraction: Rate | None = None  # of the memory's rate, reached by casts to FP8; null: `memory_fraction`
+    clock_fraction: Rate = 1.0  # of the clock at which products and attention reach their fractions of the peaks
     attention_fraction: Rate | None = None  # of the peak rate, reached by fused attention; null: its bytes alone count
     tile_overhead: Annotated[float, Range(0, at_most=1e9)] = 0.0  # of a product's tile, as a number of its factors' k
     splits_products: bool = False  # true: a product may divide its sum over k, to fill the last round of its tiles
@@ -140,6 +146,22 @@ class ClusterSpec:
     @cached_property
     def half_products(self) -> TileModel:
         return TileModel(self.product_tile, self.num_multiprocessors, self.tile_overhead, self.splits_products)
+
+    def quantized_rate(self, recipe: Recipe) -> float:
+        """Return the FLOP/s of long products of a recipe. Raise ConfigError if the GPU has none."""
+        peak = {8: self.peak_fp8_tflops, 4: self.peak_fp4_tflops}[recipe.bits]
+        if peak is None:
+            raise ConfigError(
+                f"cluster file {self.name} has no peak_fp{recipe.bits}_tflops, which products of {recipe.bits} bits "
+                "need; add it, or choose another cluster"
+            )
+        return peak * 1e12 * self.quantized_gemm_fraction * self.clock_fraction * recipe.rate
+
+    @cached_property
+    def quantized_products(self) -> dict[int, TileModel]:
+        """The tile models of products, by the bits of their factors: a stage holds as many bytes, and so more of k."""
+        bits = {recipe.bits for recipe in RECIPES.values()}
+        return {n: replace(self.half_products, overhead=self.tile_overhead * HALF_BITS / n) for n in bits}
 
     @cached_property
     def full_products(self) -> TileModel:

@@ -8,6 +8,7 @@ import torch
 from lab.measure.cluster import ClusterSpec
 from lab.measure.curves import curve_name
 from lab.measure.products import attention_flops
+from lab.measure.recipes import RECIPES
 from lab.observe.kernel_log import Kernel
 from parallel.mesh import HALF_TYPES
 
@@ -38,14 +39,21 @@ def moving_seconds(kernel: Kernel, cluster: ClusterSpec) -> float:
         names = [curve_name(name, dtype) for name in (kernel.name, LIKE_OTHERS) for dtype in (kernel.dtype, *MEASURED)]
         if curve := next((curves[name] for name in names if name in curves), None):
             return curve.at(kernel.num_bytes)
-    return kernel.num_bytes / (cluster.memory_gb_per_second * 1e9 * cluster.memory_fraction)
+    is_cast = kernel.recipe and kernel.product is None
+    fraction = (is_cast and cluster.quantizing_fraction) or cluster.memory_fraction
+    return kernel.num_bytes / (cluster.memory_gb_per_second * 1e9 * fraction)
 
 
 def product_seconds(kernel: Kernel, cluster: ClusterSpec) -> float:
     """Return the time of the arithmetic of a matrix product; 0 for other kernels."""
     if kernel.product is None:
         return 0.0
-    rate = cluster.peak_half_tflops * 1e12 * cluster.gemm_fraction * _share_of_peak(kernel, cluster)
+    if kernel.recipe:
+        recipe = RECIPES[kernel.recipe]
+        share = cluster.quantized_products[recipe.bits].share_of_peak(kernel.product)
+        return kernel.flops / (cluster.quantized_rate(recipe) * share)
+    peak = cluster.peak_half_tflops * 1e12 * cluster.clock_fraction
+    rate = peak * cluster.gemm_fraction * _share_of_peak(kernel, cluster)
     return kernel.flops / rate
 
 
@@ -58,7 +66,7 @@ def attention_seconds(kernel: Kernel, cluster: ClusterSpec) -> float:
     if kernel.attention is None or fraction is None:
         return 0.0
     flops = attention_flops(kernel.attention, cluster.attention_overhead)
-    return flops / (cluster.peak_half_tflops * 1e12 * fraction)
+    return flops / (cluster.peak_half_tflops * 1e12 * cluster.clock_fraction * fraction)
 
 
 def host_seconds(kernel: Kernel, cluster: ClusterSpec) -> float:

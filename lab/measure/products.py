@@ -1,5 +1,6 @@
 """The models of matrix products and of fused attention: what their shapes say about their time."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil, exp, log, prod
@@ -27,6 +28,7 @@ class TileModel:
     overhead: float
     splits: bool
 
+    @functools.cache  # noqa: B019 (models are few, and live as long as their cluster)
     def share_of_peak(self, product: Product) -> float:
         """Return the useful part of the work that all multiprocessors could do until the last tile is done."""
         batch, m, n, k = product

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import ScalingType
 
 from lab.observe.fake_tensors import instances_in
 from lab.observe.operation_observer import observe_operations
@@ -15,6 +16,16 @@ from parallel.torch_internals import OpOverload, runs_a_kernel, schema_of
 
 # The position of the first factor among the arguments of a matrix product, in all overloads; the second one follows it.
 PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "_addmm_activation": 1, "baddbmm": 1, "baddbmm_": 1}
+SCALED_PRODUCT, OF_SCALING = "_scaled_mm_v2", 3  # the position of the kinds of scaling of the first factor
+PRODUCTS[SCALED_PRODUCT] = 0
+RECIPES_OF_SCALING = {
+    ScalingType.TensorWise.value: "tensorwise",
+    ScalingType.RowWise.value: "rowwise",
+    ScalingType.BlockWise1x128.value: "blockwise",
+    ScalingType.BlockWise128x128.value: "blockwise",
+    ScalingType.BlockWise1x32.value: "mxfp8",
+    ScalingType.BlockWise1x16.value: "nvfp4",
+}
 # {operation: number of arguments that CUDA reads twice if there are gradients of weights}. One kernel computes the
 # gradient of a norm's input and another one those of its weights; both read the output's gradient and the input.
 READ_TWICE = {"native_layer_norm_backward": 2, "_fused_rms_norm_backward": 2}
@@ -37,7 +48,8 @@ class Kernel:
     `product` is (batch, m, n, k) of a matrix product, otherwise None. `is_transfer` is True if the kernel copies
     between device and host memory; `to_host` then is the direction. `is_on_host` is True if it uses host memory only.
     `dtype` is that of a product's factors, otherwise that of the first result. `attention` of a fused attention is
-    (heads of all sequences, seq of q, seq of k, head_dim, number of products), otherwise None.
+    (heads of all sequences, seq of q, seq of k, head_dim, number of products), otherwise None. `recipe` names that of
+    `lab.measure.recipes` by which the factors of a product are quantized; it is empty if they are not.
     """
 
     name: str
@@ -49,6 +61,7 @@ class Kernel:
     to_host: bool = False
     is_on_host: bool = False
     attention: tuple[int, int, int, int, int] | None = None
+    recipe: str = ""
 
     @property
     def flops(self) -> int:
@@ -104,6 +117,7 @@ class KernelLog:
             to_host=on_host[0],
             is_on_host=all(on_host),
             attention=attention_of(name, args),
+            recipe=RECIPES_OF_SCALING[args[OF_SCALING][0]] if name == SCALED_PRODUCT else "",
         )
 
 

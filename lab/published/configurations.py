@@ -7,7 +7,8 @@ They train with `pretrain_gpt.py` as any other configuration does, once `data.pa
 
 import yaml
 
-from lab.published.rows import ROWS, Row, read_rows, settings_tree
+from lab.published.row_settings import settings_tree
+from lab.published.rows import ROWS, Row, read_rows
 
 
 def configuration(row: Row) -> str:

@@ -33,7 +33,8 @@ from lab.planner.plan_report import estimate_fits
 from lab.published import predictions
 from lab.published.predict import NUM_JOBS
 from lab.published.predictions import cluster_of
-from lab.published.rows import ROOT, Row, read_rows, settings_of, settings_tree
+from lab.published.row_settings import settings_of, settings_tree
+from lab.published.rows import ROOT, Row, read_rows
 from lab.published.sources import FOUND
 from parallel.errors import ConfigError, exit_on_config_error
 

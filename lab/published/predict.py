@@ -3,7 +3,8 @@
     python -m lab.published.predict ROWS.csv --output OUT.csv [--jobs 2]
 
 OUT.csv has, for each row, its id, the projected seconds of a step, the projected TFLOPs a GPU on the row's basis, the
-peak memory of a GPU in GB, and 1 if that fits. Recordings of dry runs are kept in runs/published.
+projected tokens a second a GPU, the peak memory of a GPU in GB, and 1 if that fits. Columns that only
+configs/published/fp8_rows.csv has may be left out. Recordings of dry runs are kept in runs/published.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from lab.published.predictions import Prediction, by_closed_form, predict, recor
 from lab.published.rows import Row, read_rows
 from parallel.errors import ConfigError, exit_on_config_error
 
-COLUMNS = "id", "projected_seconds", "projected_tflops", "peak_gb", "fits"
+COLUMNS = "id", "projected_seconds", "projected_tflops", "tokens_per_second_per_gpu", "peak_gb", "fits"
 NUM_JOBS = 2
 
 
@@ -69,8 +70,9 @@ def write(predictions: Sequence[Prediction], path: Path) -> None:
         writer = csv.writer(file)
         writer.writerow(COLUMNS)
         for found in predictions:
-            figures = f"{found.seconds:.6g}", f"{found.tflops:.2f}", f"{found.peak_bytes / 1e9:.2f}", int(found.fits)
-            writer.writerow([found.row.id, *figures])
+            speed = f"{found.tflops:.2f}", f"{found.row.tokens_per_second(found.seconds):.2f}"
+            memory = f"{found.peak_bytes / 1e9:.2f}", int(found.fits)
+            writer.writerow([found.row.id, f"{found.seconds:.6g}", *speed, *memory])
 
 
 def main(arguments: Sequence[str]) -> None:

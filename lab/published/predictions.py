@@ -4,14 +4,17 @@ import functools
 from dataclasses import dataclass, replace
 
 from gpt.settings.settings import Settings
-from lab.dryrun.costs.program import Program, as_program, cluster_for
+from lab.dryrun.costs.program import Program, as_program, cluster_for, with_keys_of_a_context
+from lab.dryrun.costs.quantized import gathered_quantized, quantized
 from lab.measure.cluster import ClusterSpec
 from lab.planner.depth import ShallowRun, extrapolate, shallow_runs
-from lab.published.rows import ROOT, Row, is_fsdp, recorded_micro_batches, settings_of, settings_tree
-from lab.published.sources import cluster_name, program_of
+from lab.published.row_settings import padded_vocab, recorded_micro_batches, settings_of, settings_tree
+from lab.published.rows import ROOT, Row, is_fsdp
+from lab.published.sources import GPUS_OF_A_TRAY, cluster_name, program_of, quantization_of
 
 CLUSTERS, KEPT_RUNS = ROOT / "configs/clusters", ROOT / "runs/published"
 GBPS_PER_GB_PER_SECOND = 8
+AXES_OF_CODES = "data", "shard", "tensor"  # along which weights and activations are gathered in FP8, if they are
 
 HALF_BYTES, FULL_SHARD = 2, 3  # of an element; the stage of FSDP's FULL_SHARD
 TYPICAL_FRACTION = 0.45  # of the peak rate, that large models reach
@@ -56,7 +59,8 @@ def load_cluster(name: str) -> ClusterSpec:
 def cluster_of(row: Row) -> ClusterSpec:
     """Return the cluster of a row, with the network that the row states."""
     cluster = load_cluster(cluster_name(row))
-    node_rate = row.node_gbps / GBPS_PER_GB_PER_SECOND or cluster.node_gb_per_second
+    num_stated = cluster.gpus_per_node / GPUS_OF_A_TRAY.get(cluster.name, cluster.gpus_per_node)
+    node_rate = row.node_gbps / GBPS_PER_GB_PER_SECOND * num_stated or cluster.node_gb_per_second
     num_cards = cluster.node_gb_per_second / cluster.network_card_gb_per_second
     return replace(cluster, node_gb_per_second=node_rate, network_card_gb_per_second=node_rate / num_cards)
 
@@ -65,15 +69,28 @@ def predict(row: Row, cluster: ClusterSpec | None = None, program: Program | Non
     """Return the prediction of a row, by default on its cluster and as its program."""
     program = program or program_of(row)
     cluster = cluster_for(cluster or cluster_of(row), program)
-    first, second = (of_program(run, row, program) for run in runs_of(row))
-    found = extrapolate((first, second), cluster).at(row.layers)
+    found = extrapolate(runs_as(row, program), cluster).at(row.layers / row.pipeline)
     peak = found.device_peak_bytes - bytes_saved(row)
-    return Prediction(row, found.seconds, peak, peak <= cluster.usable_gpu_bytes)
+    # Without interleaving, a pipeline is filled and emptied in as many micro-batches as it has other stages.
+    seconds = found.seconds * (1 + (row.pipeline - 1) / row.num_micro_batches)
+    return Prediction(row, seconds, peak, peak <= cluster.usable_gpu_bytes)
+
+
+@functools.cache
+def runs_as(row: Row, program: Program) -> tuple[ShallowRun, ShallowRun]:
+    first, second = (of_program(run, row, program) for run in runs_of(row))
+    return first, second
 
 
 def of_program(run: ShallowRun, row: Row, program: Program) -> ShallowRun:
     """Return a dry run as the program would run it, with all micro-batches of the row."""
     kernels, events = as_program(run.kernels, run.events, program)
+    kernels = with_keys_of_a_context(kernels, row.context_parallel)
+    if how := quantization_of(row):
+        kernels, events = quantized(kernels, events, how)
+        if row.fp8_gather:
+            embedding_bytes = HALF_BYTES * padded_vocab(row) * row.hidden
+            events = gathered_quantized(events, how, AXES_OF_CODES, embedding_bytes)
     num_left_out = row.num_micro_batches - recorded_micro_batches(row)
     return replace(run, kernels=kernels, events=events, num_left_out=num_left_out)
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from lab.measure.cluster import ClusterSpec
 from lab.measure.fit import Constants, fitted, with_constants
 from lab.pages.markdown import table, with_blocks
-from lab.published.calibrate import CALIBRATED, FITS, calibrated
+from lab.published.calibrate import ALL_FITS, CALIBRATED, FITS, calibrated
 from lab.published.predict import NUM_JOBS, record_all
 from lab.published.predictions import Prediction, cluster_of, predict
 from lab.published.rows import ROOT, Row, read_rows
@@ -93,8 +93,9 @@ def row_lines(variants: dict[str, list[Prediction]], doubt: int) -> list[str]:
 
 def constants_lines(found: dict[str, Constants]) -> list[str]:
     """Return the table of constants; the first row of a type of GPU names the rows to which they are fitted."""
+    fits = {gpu: ALL_FITS[gpu] for gpu in found}
     rows = [
-        (gpu, f"`{name}`", f"{FITS[gpu].before[name]:g}", f"{value:.3f}", "" if number else ", ".join(FITS[gpu].rows))
+        (gpu, f"`{name}`", f"{fits[gpu].before[name]:g}", f"{value:.3f}", "" if number else ", ".join(fits[gpu].rows))
         for gpu, constants in found.items()
         for number, (name, value) in enumerate(constants.items())
     ]

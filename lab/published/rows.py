@@ -1,8 +1,4 @@
-"""The rows of published throughputs, and the configuration of this project that each one stands for.
-
-A row is one published run (the columns are explained in docs/published/README.md). What a row does not say follows from
-the program that was measured: `program_of`.
-"""
+"""The rows of published throughputs. docs/published has the columns, and what a row stands for."""
 
 import csv
 import math
@@ -10,20 +6,16 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
-import yaml
-
-from gpt.settings.parser import parse_settings
-from gpt.settings.settings import Settings
 from parallel.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = ROOT / "configs/published/rows.csv"
-LARGEST_BUCKET = 500_000_000  # elements, of DeepSpeed by default
-RECORDED_MICRO_BATCHES = 2  # the second one is like all that follow
-SMALLEST_VOCAB_MULTIPLE, VOCAB_MULTIPLE = 8, 128
-STORES = {"none": "none", "keep": "keep", "full": "keep", "selective": "selective", "local": "selective"}
+LATE_ROWS = ROOT / "configs/published/fp8_rows.csv"
 HALF = "fp16", "bf16"
-FSDP_SOURCES = "MosaicML", "PyTorch FSDP"
+FSDP_SOURCES = (
+    "MosaicML", "PyTorch FSDP", "torchtitan", "torchao", "AWS torchtitan", "fms-fsdp", "JAX-Toolbox", "MaxText",
+    "NeMo AutoModel",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -55,9 +47,24 @@ class Row:
     reduce_dtype: str = "bf16"
     doubt: int = 0
     notes: str = ""
+    kv_heads: int = 0  # those of `heads`
+    mlp_hidden: int = 0  # four times `hidden`
+    mlp_kind: str = ""
+    norm: str = "layernorm"
+    tied_head: int = 1
+    gemm_precision: str = ""  # of linear layers; rows that say it are of programs of 2024 and later
+    fp8_gather: int = 0
+    context_parallel: int = 1
+    pipeline: int = 1
+    compiled: int = 0
+    async_tp: int = 0
+    cuda_graph: int = 0
+    recompute_detail: str = ""
+    optimizer: str = ""
 
     def __post_init__(self) -> None:
-        if min(self.gpus, self.layers, self.hidden, self.heads, self.seq, self.tp, self.micro, self.global_batch) < 1:
+        sizes = self.gpus, self.layers, self.hidden, self.heads, self.seq, self.tp, self.micro, self.global_batch
+        if min(*sizes, self.context_parallel, self.pipeline) < 1:
             raise ConfigError(f"row {self.id} has a size below 1; correct it")
 
     @classmethod
@@ -70,29 +77,59 @@ class Row:
 
     @property
     def data_size(self) -> int:
-        return max(1, self.gpus // self.tp)
+        """The ranks over which the states are divided, those of a context included."""
+        return max(1, self.gpus // (self.tp * self.pipeline))
+
+    @property
+    def num_batch_ranks(self) -> int:
+        return max(1, self.data_size // self.context_parallel)
 
     @property
     def micro_batch_size(self) -> int:
         """The sequences of a micro-batch; all that a GPU has in a step if these are fewer than published."""
-        return max(1, min(self.micro, self.global_batch // self.data_size))
+        return max(1, min(self.micro, self.global_batch // self.num_batch_ranks))
 
     @property
     def num_micro_batches(self) -> float:
         """The micro-batches of a step; the last one may be a part of one."""
-        return max(1.0, self.global_batch / self.data_size / self.micro_batch_size)
+        return max(1.0, self.global_batch / self.num_batch_ranks / self.micro_batch_size)
+
+    @property
+    def is_gpt2(self) -> bool:
+        """True if blocks have biases and positions are learned, or stand for such as are."""
+        return self.mlp_kind in ("", "gelu")
+
+    @property
+    def block_weights(self) -> int:
+        """The parameters of the matrices of a block."""
+        attention = 2 * (1 + (self.kv_heads or self.heads) / self.heads) * self.hidden**2
+        return round(attention) + (3 if self.mlp_kind == "swiglu" else 2) * self.hidden * self.mlp_width
+
+    @property
+    def mlp_width(self) -> int:
+        return self.mlp_hidden or 4 * self.hidden
 
     @property
     def parameters(self) -> int:
-        """The parameters of a GPT-2 of the row's shape."""
-        return self.layers * (12 * self.hidden + 13) * self.hidden + (self.vocab + self.seq + 2) * self.hidden
+        """The parameters of a model of the row's shape, a GPT-2 or a Llama."""
+        others = 13 * self.hidden if self.is_gpt2 else 2 * self.hidden
+        vectors = self.vocab * (2 - self.tied_head) + (self.seq + 2 if self.is_gpt2 else 1)
+        return self.layers * (self.block_weights + others) + vectors * self.hidden
+
+    @property
+    def num_tokens(self) -> float:
+        """The tokens of a step."""
+        return self.num_micro_batches * self.micro_batch_size * self.num_batch_ranks * self.seq
 
     @property
     def flops(self) -> float:
         """The floating-point operations of a step, as the row's source counts them."""
         layers, width, seq, vocab = self.layers, self.hidden, self.seq, self.vocab
-        tokens = self.num_micro_batches * self.micro_batch_size * self.data_size * seq
+        in_products = layers * self.block_weights + width * vocab
         of_a_token = {
+            "6Pm+12Lhs": 6 * in_products + 12 * layers * width * seq,
+            "6Pm+6Lhs": 6 * in_products + 6 * layers * width * seq,
+            "nanochat": 6 * in_products + 12 * width * _windows(layers, seq),
             "F96": 96 * layers * width**2 * (1 + seq / (6 * width) + vocab / (16 * layers * width)),
             "F72": 72 * layers * width**2 * (1 + seq / (12 * width) + vocab / (12 * layers * width)),
             "F72full": 72 * layers * width**2 * (1 + seq / (6 * width) + vocab / (12 * layers * width)),
@@ -100,14 +137,37 @@ class Row:
             "6P": 6 * self.parameters,
             "6P+12Lhs": 6 * self.parameters + 12 * layers * width * seq,
         }
-        return of_a_token.get(self.basis, of_a_token["6P+12Lhs"]) * tokens
+        return of_a_token.get(self.basis, of_a_token["6P+12Lhs"]) * self.num_tokens
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tp * self.pipeline * self.data_size
 
     def tflops(self, seconds: float) -> float:
-        return self.flops / seconds / (self.tp * self.data_size) / 1e12
+        return self.flops / seconds / self.num_ranks / 1e12
+
+    def tokens_per_second(self, seconds: float) -> float:
+        """Return the tokens that a GPU has in a second."""
+        return self.num_tokens / seconds / self.num_ranks
 
     @property
     def is_offloaded(self) -> bool:
-        return "offload" in self.notes.lower()
+        """True if states were in host memory; activations that were are taken to cost no time."""
+        return "offload" in self.notes.lower() and "offload" not in self.recompute_detail.lower()
+
+    @property
+    def shards_in_node(self) -> bool:
+        """True if states are divided inside a node and replicated between nodes."""
+        return "HSDP" in self.recompute_detail or "data parallel between" in self.optimizer
+
+    @property
+    def attends_in_fp8(self) -> bool:
+        return "FP8 attention" in self.notes
+
+    @property
+    def saves_products(self) -> bool:
+        """True if each second product is recomputed, as by torchtitan's activation checkpointing of operations."""
+        return "every second matmul" in self.recompute_detail
 
     @property
     def reduced_type(self) -> str:
@@ -124,84 +184,11 @@ def is_fsdp(row: Row) -> bool:
     return row.source.startswith(FSDP_SOURCES)
 
 
+def _windows(layers: int, seq: int) -> float:
+    """Return the sum of nanochat's attention windows: three of four layers have half of a sequence, the last all."""
+    return sum(seq if layer % 4 == 3 or layer == layers - 1 else seq / 2 for layer in range(layers))
+
+
 def read_rows(path: Path = ROWS) -> list[Row]:
     with path.open() as file:
         return [Row.parse(line) for line in csv.DictReader(file)]
-
-
-def recorded_micro_batches(row: Row) -> int:
-    return min(RECORDED_MICRO_BATCHES, math.ceil(row.num_micro_batches))
-
-
-def settings_tree(row: Row, num_micro_batches: int | None = None) -> dict[str, Any]:
-    """Return the settings of the row's run, by default with all of its micro-batches."""
-    num_micro_batches = num_micro_batches or round(row.num_micro_batches)
-    is_flash = row.attention != "math"
-    return {
-        "model": {
-            "num_layers": row.layers,
-            "hidden_size": row.hidden,
-            "num_heads": num_heads(row),
-            "seq_length": row.seq,
-            "vocab_size": row.vocab,
-            "vocab_multiple": vocab_multiple(row),
-            # torch's CPU kernels, by which a dry run imitates flash attention, have no dropout.
-            "dropout": 0.0 if is_flash else row.dropout,
-            "attention": "flash" if is_flash else "math",
-        },
-        "data": {"path": "runs/data/openwebtext"},
-        "parallel": {
-            "tensor_size": row.tp,
-            "sequence_parallel": bool(row.sequence_parallel) and row.tp > 1,
-            "tensor_across_nodes": True,
-        },
-        "zero": _zero(row),
-        "offload": {"mode": "host" if row.is_offloaded else "accelerator"},
-        "activations": {"store": STORES.get(row.store, "keep")},
-        "train": {
-            "micro_batch_size": row.micro_batch_size,
-            "global_batch_size": num_micro_batches * row.micro_batch_size * row.data_size,
-            "precision": row.half_precision,
-        },
-    }
-
-
-def _zero(row: Row) -> dict[str, Any]:
-    """Return the settings of ZeRO: buckets and overlap as the measured programs choose them.
-
-    FSDP gathers and reduces a unit at a time, which is a block or the embedding, and DeepSpeed at most a certain number
-    of elements. Megatron-LM's own data parallelism (stage 0) reduces all gradients at once, after backward. FSDP
-    gathers the parameters of SHARD_GRAD_OP in the next forward, the others at the end of a step.
-    """
-    block = (12 * row.hidden + 13) * row.hidden // row.tp
-    embedding = math.ceil(row.vocab / row.tp + row.seq) * row.hidden
-    unit = max(block, embedding)
-    largest = unit if is_fsdp(row) else LARGEST_BUCKET
-    bucket_numel = {0: None, 1: min(block, largest), 2: min(block, largest)}.get(row.stage, min(unit, largest))
-    return {
-        "stage": row.stage,
-        "bucket_numel": bucket_numel,
-        "overlap": row.stage > 0,
-        "overlap_gather": row.stage in (1, 2) and is_fsdp(row),
-        "reduce_dtype": row.reduced_type,
-    }
-
-
-def num_heads(row: Row) -> int:
-    """Return the number of heads, or the one next to it that divides the hidden size and that the tensor size divides.
-
-    A shape that is published with rounded numbers would have no dry run otherwise.
-    """
-    possible = [n for n in range(row.tp, row.hidden + 1, row.tp) if row.hidden % n == 0]
-    return min(possible, key=lambda n: abs(n - row.heads), default=row.heads)
-
-
-def vocab_multiple(row: Row) -> int:
-    """Return the number to whose multiple the vocabulary is rounded up: a divisor of it, if it was padded before."""
-    divisor = math.gcd(row.vocab, VOCAB_MULTIPLE)
-    return math.lcm(row.tp, divisor if divisor >= SMALLEST_VOCAB_MULTIPLE else VOCAB_MULTIPLE)
-
-
-def settings_of(tree: dict[str, Any], world_size: int) -> Settings:
-    text = yaml.safe_dump(tree, default_flow_style=True)
-    return parse_settings(["--config", text, f"--dry_run.world_size={world_size}"])

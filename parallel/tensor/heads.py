@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel.tensor.layers import ColumnLinear, column_linears, part_of
+from parallel.tensor.products import OWN_PRECISION, Products
 from parallel.tensor.token_layout import TokenLayout
 
 
@@ -28,6 +29,7 @@ class PackedHeads(nn.Module):
 
     split_dims: ClassVar = {"weight": 0, "bias": 0}
     traced: ColumnLinear | None = None
+    products: Products = OWN_PRECISION
 
     def __init__(self, in_features: int, num_heads: int, head_dim: int, tokens: TokenLayout, has_bias: bool):
         super().__init__()
@@ -39,7 +41,7 @@ class PackedHeads(nn.Module):
 
     def forward(self, x: Tensor, num_sequences: int) -> tuple[Tensor, ...]:
         biases = [] if self.bias is None else [self.bias]
-        (qkv,) = column_linears(x, [self.weight], biases, self.tokens, self.traced)
+        (qkv,) = column_linears(x, [self.weight], biases, self)
         return qkv.unflatten(0, (num_sequences, -1)).unflatten(-1, (-1, 3, self.head_dim)).unbind(-2)
 
 
@@ -51,6 +53,7 @@ class GroupedHeads(nn.Module):
     """
 
     traced: ColumnLinear | None = None
+    products: Products = OWN_PRECISION
     dims: ClassVar = {"q_weight": 0, "q_bias": 0, "kv_weight": 0, "kv_bias": 0}
 
     def __init__(
@@ -72,7 +75,7 @@ class GroupedHeads(nn.Module):
     def forward(self, x: Tensor, num_sequences: int) -> tuple[Tensor, ...]:
         weights = [self.q_weight, self._own(self.kv_weight)]
         biases = [] if self.q_bias is None or self.kv_bias is None else [self.q_bias, self._own(self.kv_bias)]
-        products = column_linears(x, weights, biases, self.tokens, self.traced)
+        products = column_linears(x, weights, biases, self)
         q, kv = (product.unflatten(0, (num_sequences, -1)) for product in products)
         return q.unflatten(-1, (-1, self.head_dim)), *kv.unflatten(-1, (-1, 2, self.head_dim)).unbind(-2)
 

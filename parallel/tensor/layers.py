@@ -6,10 +6,9 @@ All activations are (tokens, features). A module lists its split parameters in `
 parallel/tensor/split_parameters.py.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
-from itertools import zip_longest
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +16,9 @@ from torch.nn import functional as F
 
 from parallel.errors import ConfigError
 from parallel.mesh import Axis
+from parallel.tensor.products import OWN_PRECISION, Products, Tensors
 from parallel.tensor.token_layout import TokenLayout
 
-Tensors = Sequence[Tensor]
 ColumnLinear = Callable[[Tensor, Tensors, Tensors], list[Tensor]]  # (x, weights, biases) -> one y a weight
 RowLinear = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # (x, weight, bias) -> y
 
@@ -45,6 +44,7 @@ class ColumnParallelLinear(nn.Module):
 
     split_dims: ClassVar = {"weight": 0, "bias": 0}
     traced: ColumnLinear | None = None
+    products: Products = OWN_PRECISION
 
     def __init__(self, in_features: int, out_features: int, tokens: TokenLayout, has_bias: bool = True):
         super().__init__()
@@ -54,7 +54,8 @@ class ColumnParallelLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(own_features)) if has_bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        (y,) = column_linears(x, [self.weight], [self.bias] if self.bias is not None else [], self.tokens, self.traced)
+        biases = [] if self.bias is None else [self.bias]
+        (y,) = column_linears(x, [self.weight], biases, self)
         return y
 
 
@@ -67,6 +68,7 @@ class RowParallelLinear(nn.Module):
 
     split_dims: ClassVar = {"weight": 1}
     traced: RowLinear | None = None
+    products: Products = OWN_PRECISION
 
     def __init__(self, in_features: int, out_features: int, tokens: TokenLayout, has_bias: bool = True):
         super().__init__()
@@ -80,7 +82,7 @@ class RowParallelLinear(nn.Module):
             return self.traced(x, self.weight, self.bias)
         # The bias is added once in the sum over ranks, as part of the product: a pass of its own would take longer.
         bias = None if self.bias is None else _OnFirstRank.apply(self.bias, self.tokens.axis)
-        return _Reduce.apply(F.linear(x, self.weight, bias), self.tokens)
+        return _Reduce.apply(self.products.linear(x, self.weight, bias), self.tokens)
 
 
 class TokenDropout(nn.Module):
@@ -127,38 +129,47 @@ class VocabParallelEmbedding(nn.Module):
 
 def column_parallel_linear(x: Tensor, weight: Tensor, tokens: TokenLayout) -> Tensor:
     """Apply a column-parallel linear layer without a bias, (tokens of this rank, in) -> (all tokens, out / size)."""
-    (y,) = column_linears(x, [weight], [], tokens)
+    (y,) = _ColumnLinears.apply(x, Split(tokens, OWN_PRECISION), 1, weight)
     return y
 
 
-def column_linears(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor],
-    tokens: TokenLayout,
-    traced: ColumnLinear | None = None,
-) -> Sequence[Tensor]:
+class Split(NamedTuple):
+    """The layout of the tokens of a split layer, and its products."""
+
+    tokens: TokenLayout
+    products: Products
+
+
+class ColumnParallel(Protocol):
+    """A module that applies column-parallel layers; `traced` and `products` are those of `ColumnParallelLinear`."""
+
+    tokens: TokenLayout
+    traced: ColumnLinear | None
+    products: Products
+
+
+def column_linears(x: Tensor, weights: Tensors, biases: Tensors, layer: ColumnParallel) -> Tensors:
     """Apply several column-parallel linear layers to one input, which is gathered once, as is its gradient reduced.
 
-    `biases` has as many tensors as `weights`, or none. torch.compile traces `traced` instead, if it is given.
+    `biases` has as many tensors as `weights`, or none. torch.compile traces `layer.traced` instead, if there is one.
     """
-    if traced is not None and torch.compiler.is_compiling():
-        return traced(x, weights, biases)
-    return _ColumnLinears.apply(x, tokens, len(weights), *weights, *biases)
+    if layer.traced is not None and torch.compiler.is_compiling():
+        return layer.traced(x, weights, biases)
+    return _ColumnLinears.apply(x, Split(layer.tokens, layer.products), len(weights), *weights, *biases)
 
 
-def column_products(x: Tensor, weights: Tensors, biases: Tensors, tokens: TokenLayout) -> list[Tensor]:
+def column_products(x: Tensor, weights: Tensors, biases: Tensors, split: Split) -> list[Tensor]:
     """Return the outputs of column-parallel layers, without a graph."""
-    whole, gathered = tokens.gather(x)
+    whole, gathered = split.tokens.gather(x)
     gathered.wait()
-    return [F.linear(whole, weight, bias) for weight, bias in zip_longest(weights, biases)]
+    return split.products.outputs(whole, weights, biases)
 
 
 def column_gradients(
-    grads: Sequence[Tensor],
+    grads: Tensors,
     x: Tensor,
-    weights: Sequence[Tensor],
-    tokens: TokenLayout,
+    weights: Tensors,
+    split: Split,
     needed: tuple[bool, bool, bool] = (True, True, True),
 ) -> tuple[Tensor | None, list[Tensor], list[Tensor]]:
     """Return the gradients of the input, of the weights and of the biases of column-parallel layers.
@@ -170,34 +181,33 @@ def column_gradients(
     grad_x = reduced = None
     grad_weights: list[Tensor] = []
     if needs_weights:
-        whole, gathered = tokens.gather(x)
+        whole, gathered = split.tokens.gather(x)
     if needs_x:
-        sums = grads[0] @ weights[0]
-        for grad, weight in zip(grads[1:], weights[1:], strict=True):
-            torch.addmm(sums, grad, weight, out=sums)
-        grad_x, reduced = tokens.reduce(sums)
+        grad_x, reduced = split.tokens.reduce(split.products.input_gradient(grads, weights))
     if needs_weights:
         gathered.wait()
-        grad_weights = [grad.t() @ whole for grad in grads]
+        grad_weights = split.products.weight_gradients(grads, whole)
     grad_biases = [grad.sum(0) for grad in grads] if needs_biases else []
     if reduced is not None:
         reduced.wait()
     return grad_x, grad_weights, grad_biases
 
 
-def row_product(x: Tensor, weight: Tensor, bias: Tensor | None, tokens: TokenLayout) -> Tensor:
+def row_product(x: Tensor, weight: Tensor, bias: Tensor | None, split: Split) -> Tensor:
     """Return the output of a row-parallel layer, without a graph."""
-    bias = bias if bias is None or tokens.axis.rank == 0 else torch.zeros_like(bias)
-    sums, reduced = tokens.reduce(F.linear(x, weight, bias))
+    bias = bias if bias is None or split.tokens.axis.rank == 0 else torch.zeros_like(bias)
+    (partial_sums,) = split.products.outputs(x, [weight], [] if bias is None else [bias])
+    sums, reduced = split.tokens.reduce(partial_sums)
     reduced.wait()
     return sums
 
 
-def row_gradients(grad: Tensor, x: Tensor, weight: Tensor, tokens: TokenLayout, has_bias: bool = True) -> list[Tensor]:
+def row_gradients(grad: Tensor, x: Tensor, weight: Tensor, split: Split, has_bias: bool = True) -> list[Tensor]:
     """Return the gradients of x, of the weight, and of the bias if there is one, of a row-parallel layer."""
-    whole, gathered = tokens.gather(grad)
+    whole, gathered = split.tokens.gather(grad)
     gathered.wait()
-    return [whole @ weight, whole.t() @ x, *([whole.sum(0)] if has_bias else [])]
+    of_x, of_weight = split.products.input_gradient([whole], [weight]), split.products.weight_gradients([whole], x)
+    return [of_x, *of_weight, *([whole.sum(0)] if has_bias else [])]
 
 
 def gather_columns(own: Tensor, axis: Axis) -> Tensor:
@@ -209,10 +219,10 @@ class _ColumnLinears(torch.autograd.Function):
     """Linear layers that gather their input, and reduce its gradient while the weights' are computed."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tokens: TokenLayout, num_weights: int, *params: Tensor) -> tuple[Tensor, ...]:
-        ctx.tokens, weights, biases = tokens, list(params[:num_weights]), list(params[num_weights:])
+    def forward(ctx: Any, x: Tensor, split: Split, num_weights: int, *params: Tensor) -> tuple[Tensor, ...]:
+        ctx.split, weights, biases = split, list(params[:num_weights]), list(params[num_weights:])
         ctx.save_for_backward(x, *weights)  # only this rank's tokens: the others are gathered again
-        return tuple(column_products(x, weights, biases, tokens))
+        return tuple(column_products(x, weights, biases, split))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -220,7 +230,7 @@ class _ColumnLinears(torch.autograd.Function):
         of_x, _, _, *of_params = ctx.needs_input_grad
         of_weights, of_biases = of_params[: len(weights)], of_params[len(weights) :]
         needed = of_x, any(of_weights), any(of_biases)
-        grad_x, grad_weights, grad_biases = column_gradients(grads, x, weights, ctx.tokens, needed)
+        grad_x, grad_weights, grad_biases = column_gradients(grads, x, weights, ctx.split, needed)
         grads_of_params: list[Tensor | None] = []
         grads_of_params += grad_weights or [None] * len(weights)
         grads_of_params += grad_biases or [None] * len(of_biases)

@@ -5,6 +5,7 @@ A compiled function calls them like any kernel, in the order and with the traffi
 """
 
 from collections.abc import Callable
+from functools import cache
 from itertools import count
 from typing import Any
 
@@ -17,6 +18,7 @@ from parallel.tensor.layers import (
     ColumnParallelLinear,
     RowLinear,
     RowParallelLinear,
+    Split,
     TokenDropout,
     column_gradients,
     column_products,
@@ -35,34 +37,34 @@ def make_traceable(module: torch.nn.Module, tokens: TokenLayout) -> None:
     """
     if tokens.axis.size == 1:
         return
-    number = next(_numbers)
-    column, row = _column_linear(f"column_linear_{number}", tokens), _row_linear(f"row_linear_{number}", tokens)
-    dropout = _dropout(f"token_dropout_{number}", tokens) if tokens.num_parts > 1 else None
+    column = cache(lambda products: _column_linear(f"column_linear_{next(_numbers)}", Split(tokens, products)))
+    row = cache(lambda products: _row_linear(f"row_linear_{next(_numbers)}", Split(tokens, products)))
+    dropout = _dropout(f"token_dropout_{next(_numbers)}", tokens) if tokens.num_parts > 1 else None
     for layer in module.modules():
         if isinstance(layer, ColumnParallelLinear | PackedHeads | GroupedHeads):
-            layer.traced = column
+            layer.traced = column(layer.products)
         elif isinstance(layer, RowParallelLinear):
-            layer.traced = row
+            layer.traced = row(layer.products)
         elif isinstance(layer, TokenDropout):
             layer.traced = dropout
 
 
-def _column_linear(name: str, tokens: TokenLayout) -> ColumnLinear:
+def _column_linear(name: str, split: Split) -> ColumnLinear:
     """Register (x, weights, biases) -> (tokens of x * parts, out) for each weight, and its gradients."""
 
     @torch.library.custom_op(f"zero::{name}", mutates_args=())
     def forward(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
-        return column_products(x, weights, biases, tokens)
+        return column_products(x, weights, biases, split)
 
     @torch.library.custom_op(f"zero::{name}_gradients", mutates_args=())
     def backward(grads: list[Tensor], x: Tensor, weights: list[Tensor], has_biases: bool) -> list[Tensor]:
-        grad_x, grad_weights, grad_biases = column_gradients(grads, x, weights, tokens, (True, True, has_biases))
+        grad_x, grad_weights, grad_biases = column_gradients(grads, x, weights, split, (True, True, has_biases))
         assert grad_x is not None
         return [grad_x, *grad_weights, *grad_biases]
 
     @forward.register_fake
     def _(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
-        return [x.new_empty(x.shape[0] * tokens.num_parts, weight.shape[0]) for weight in weights]
+        return [x.new_empty(x.shape[0] * split.tokens.num_parts, weight.shape[0]) for weight in weights]
 
     @backward.register_fake
     def _(grads: list[Tensor], x: Tensor, weights: list[Tensor], has_biases: bool) -> list[Tensor]:
@@ -83,20 +85,20 @@ def _column_linear(name: str, tokens: TokenLayout) -> ColumnLinear:
     return forward
 
 
-def _row_linear(name: str, tokens: TokenLayout) -> RowLinear:
+def _row_linear(name: str, split: Split) -> RowLinear:
     """Register (x, weight, bias or None) -> (tokens of x / parts, out), and its gradients."""
 
     @torch.library.custom_op(f"zero::{name}", mutates_args=())
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return row_product(x, weight, bias, tokens)
+        return row_product(x, weight, bias, split)
 
     @torch.library.custom_op(f"zero::{name}_gradients", mutates_args=())
     def backward(grad: Tensor, x: Tensor, weight: Tensor, has_bias: bool) -> list[Tensor]:
-        return row_gradients(grad, x, weight, tokens, has_bias)
+        return row_gradients(grad, x, weight, split, has_bias)
 
     @forward.register_fake
     def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return x.new_empty(x.shape[0] // tokens.num_parts, weight.shape[0])
+        return x.new_empty(x.shape[0] // split.tokens.num_parts, weight.shape[0])
 
     @backward.register_fake
     def _(grad: Tensor, x: Tensor, weight: Tensor, has_bias: bool) -> list[Tensor]:

@@ -7,4 +7,5 @@ source scripts/setup.sh
 
 python -m lab.published.configurations
 python -m lab.published.reproduce
+python -m lab.published.fp8
 python -m lab.published.planner

@@ -14,8 +14,10 @@ from parallel.autograd_internals import DisableTorchFunction, forbid_writes
 from parallel.memory_kinds import TensorKind, tagged
 from parallel.mesh import Axis, Work
 from parallel.torch_internals import are_the_same_elements
-from zero.buckets.bucket import Bucket, BucketRanges, GradShard, ParamShard, take_changed
+from zero.buckets.bucket import Bucket, GradShard, ParamShard, take_changed
+from zero.buckets.full_gradients import BucketRanges
 from zero.buckets.guarded_parameter import ParameterGuard, set_raw_data
+from zero.buckets.weight_codes import BucketCodes, Stretch, WeightScales
 from zero.memory.placement import Offload
 from zero.memory.staging import free_storage, restore_storage
 from zero.memory.streams import SideStream
@@ -43,6 +45,8 @@ class FlatContext:
     guard: ParameterGuard
     gather_stream: SideStream
     """The stream of gathers that wait for those between groups."""
+    scales: WeightScales
+    """Of the weights that are sent as codes; no other parameter shares a buffer with them."""
     param_dtype: torch.dtype | None = None
     """The type of floating-point parameters, of which the master weights keep the initial digits; None: their own."""
 
@@ -67,7 +71,7 @@ class FlatParameters:
         values_of: Callable[[nn.Parameter], Tensor],
         context: FlatContext,
     ):
-        self.lifetime, self._guard = lifetime, context.guard
+        self.lifetime, self._guard, self._scales = lifetime, context.guard, context.scales
         shapes = {name: real_shape(p) for name, p in params.items()}
         levels = context.levels
         alignment, grain = context.config.alignment, context.config.grain(levels)
@@ -96,6 +100,11 @@ class FlatParameters:
         self.buckets = [self._bucket(elements, context) for elements in self.layout.buckets]
         for bucket, master in zip(self.buckets, masters, strict=False):
             bucket.master = master
+        self.is_coded = levels.inner.size > 1 and self.params[0] in context.scales
+        for bucket in self.buckets if self.is_coded else ():
+            stretches = list(self.stretches(bucket.elements))
+            bucket.params.codes = BucketCodes(context.scales, stretches, bucket.elements, bucket.group_shard)
+        self._is_exact = True  # the full buffer has no values that codes stand for
         self._gathers: list[Work] = []
         self._updates: dict[nn.Parameter, list[Work]] = {}  # gathers of updated values that nobody has waited for
         self._state = FullState.UNSHARDED
@@ -119,8 +128,8 @@ class FlatParameters:
         """Allocate the full buffer and launch its all-gathers, if it is sharded."""
         if self.is_sharded:
             restore_storage(self.full)
-            self._gathers = [bucket.params.all_gather() for bucket in self.buckets]
-            self._state = FullState.UNSHARDING
+            self._gathers = [bucket.params.all_gather(exact=False) for bucket in self.buckets]
+            self._state, self._is_exact = FullState.UNSHARDING, not self.is_coded
 
     def unshard(self) -> None:
         """Make the parameters readable by what is launched after this."""
@@ -133,6 +142,36 @@ class FlatParameters:
                 set_raw_data(param, view)
             self._versions = self.versions()
             self._state = FullState.UNSHARDED
+
+    def read_exactly(self) -> None:
+        """Gather again what came as codes: for readers that are no products in FP8. It must be unsharded."""
+        if not self._is_exact:
+            if self.lifetime is Lifetime.TRANSIENT and self._versions != self.versions():
+                self.keep_writes()  # before the gather replaces them
+            for bucket in self.buckets:
+                bucket.params.all_gather().wait()
+            self._is_exact = True
+
+    def as_sent(self, elements: range) -> Tensor:
+        """Return values of the full buffer, which must persist, with those of codes if ranks have sent some."""
+        values = cut(self.full, elements)
+        if self._is_exact:
+            return values
+        values, codes = values.clone(), values.new_empty(values.shape, dtype=torch.uint8)
+        for stretch in self.stretches(elements):
+            part = cut(values, stretch.elements, elements.start)
+            self._scales.encode(stretch, part, out := cut(codes, stretch.elements, elements.start))
+            self._scales.decode(stretch, out, part)
+        return values
+
+    def gather_codes(self) -> dict[Bucket, Work]:
+        """Launch the gathers of updated parameters that persist and are sent as codes."""
+        self._is_exact = False
+        return {bucket: bucket.params.all_gather(exact=False) for bucket in self.buckets}
+
+    def stretches(self, elements: range) -> Iterator[Stretch]:
+        """Iterate over the parts of parameters in a range of the buffer."""
+        return (Stretch(self._param_of[span], span, own) for span, own in self.layout.spans_in(elements))
 
     def let_updates_run(self, gathers: Mapping[Bucket, Work]) -> None:
         """Take the gathers of updated parameters, which must persist; each parameter waits for its own when it is read.

@@ -4,7 +4,7 @@ DTensor itself cannot express a shard that begins inside a row. The protocol is 
 tests/unit/zero/dcp/test_folders.py and tests/distributed/zero/test_distributed_state.py fail if it changes.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -66,27 +66,3 @@ class ChunkedTensor(Tensor):
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         (values,) = (chunk.values for chunk in self.chunks if chunk.offsets == index.offset)
         return values
-
-
-def rectangles(shape: Sequence[int], elements: range) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Cut consecutive elements, in row-major order, of a tensor into rectangles: (offsets, sizes) in ascending order.
-
-    A range of a matrix has at most three: the end of a row, whole rows, the beginning of a row.
-    """
-    if not elements:
-        return
-    if not shape:
-        yield (), ()
-        return
-    inner = torch.Size(shape[1:])
-    row = inner.numel()
-    first, last = elements.start // row, (elements.stop - 1) // row
-    if first == last:
-        for offsets, sizes in rectangles(inner, range(elements.start - first * row, elements.stop - first * row)):
-            yield (first, *offsets), (1, *sizes)
-        return
-    start, stop = -(-elements.start // row), elements.stop // row  # of the rows that are whole
-    yield from rectangles(shape, range(elements.start, start * row))
-    if start < stop:
-        yield (start, *(0 for _ in inner)), (stop - start, *inner)
-    yield from rectangles(shape, range(stop * row, elements.stop))

@@ -32,8 +32,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from parallel.errors import ConfigError, first_line
-from zero.dcp.chunked_tensor import rectangles
-from zero.partition.layout import overlap
+from zero.partition.layout import overlap, rectangles
 
 LATEST, MODEL_STATES, OPTIM_STATES = "latest", "*_model_states.pt", "*_optim_states.pt"
 FLATS, FLATS_OF_STAGE_3 = "single_partition_of_fp32_groups", "fp32_flat_groups"

@@ -19,11 +19,12 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from parallel.errors import ConfigError, first_line
 from parallel.mesh import Axis
 from parallel.tensor.split_parameters import split_dims
-from zero.dcp.chunked_tensor import Chunk, ChunkedTensor, rectangles
+from zero.dcp.chunked_tensor import Chunk, ChunkedTensor
 from zero.dcp.deepspeed_reader import DeepSpeedReader, is_deepspeed
 from zero.dcp.safe_reader import SafePlanner, SafeReader
 from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
+from zero.partition.layout import rectangles
 from zero.state.layout_file import is_complete
 from zero.step.bucketed_optimizer import settings_of
 
@@ -72,6 +73,7 @@ class DistributedState:
             for bucket in flat.buckets:
                 bucket.params.owned.copy_(bucket.master)
                 bucket.params.all_gather_updated().wait()
+        self._model.measure_weights()
         if self._optimizer is not None:
             _repeat_counters(self._optimizer)
             given = state_dict.get("optim", {}).get("param_groups", ())

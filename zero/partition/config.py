@@ -59,6 +59,10 @@ class ZeroConfig:
     gradients of all micro-batches of a step are added one after the other, with the same bits on any number of ranks,
     and the gradient is their mean: do not divide the loss by their number. Ranks that keep full gradients, and groups,
     add blocks of them: see leaf_blocks."""
+    gather_dtype: Literal["fp8"] | None = None
+    """Data type in which weights are gathered that only products in FP8 read: half the bytes, and the same bits of
+    losses and parameters. Recipes tensorwise and blockwise have it, whose scales are those of a weight and of its
+    transpose. null: that of the parameters."""
     leaf_blocks: Positive = 1
     """With sum_over_ranks=leaves: the blocks of a step's micro-batches whose sums are added along a binary tree. Ranks
     that keep full gradients (stages 0 and 1, accumulate=local), or else groups of ranks, have as many blocks each, a

@@ -14,7 +14,7 @@ This file is arithmetic on names and shapes: it allocates nothing and is the sam
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -160,3 +160,27 @@ def cut_into_buckets(numel: int, bucket_numel: int, num_shards: int, num_parts: 
     """Return buckets of `bucket_numel` elements; the last one may be shorter."""
     starts = range(0, numel, bucket_numel)
     return tuple(BucketRange(range(s, min(s + bucket_numel, numel)), num_shards, num_parts) for s in starts)
+
+
+def rectangles(shape: Sequence[int], elements: range) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Cut consecutive elements, in row-major order, of a tensor into rectangles: (offsets, sizes) in ascending order.
+
+    A range of a matrix has at most three: the end of a row, whole rows, the beginning of a row.
+    """
+    if not elements:
+        return
+    if not shape:
+        yield (), ()
+        return
+    inner = torch.Size(shape[1:])
+    row = inner.numel()
+    first, last = elements.start // row, (elements.stop - 1) // row
+    if first == last:
+        for offsets, sizes in rectangles(inner, range(elements.start - first * row, elements.stop - first * row)):
+            yield (first, *offsets), (1, *sizes)
+        return
+    start, stop = -(-elements.start // row), elements.stop // row  # of the rows that are whole
+    yield from rectangles(shape, range(elements.start, start * row))
+    if start < stop:
+        yield (start, *(0 for _ in inner)), (stop - start, *inner)
+    yield from rectangles(shape, range(stop * row, elements.stop))

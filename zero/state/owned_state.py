@@ -71,6 +71,7 @@ def load_owned_state(model: ZeroDataParallel, optimizer: ZeroOptimizer, saved: S
             _load_weights(flat, bucket, saved, tensor)
             bucket.params.owned.copy_(bucket.master)  # returns early if both are the same memory
             bucket.params.all_gather_updated().wait()
+    model.measure_weights()
     saved.load_by_name(optimizer.matrices.states())
 
 

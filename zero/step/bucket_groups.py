@@ -1,6 +1,7 @@
 """The buckets that are updated together, and the all-gathers of updated parameters."""
 
 from collections.abc import Container, Iterable, Iterator, Sequence
+from functools import partial
 
 from torch import Tensor
 
@@ -86,18 +87,26 @@ class PublishedGathers:
         params, master = bucket.params, bucket.master
         if bucket.optimizer_placement is params.placement:
             params.owned.copy_(master)  # returns early if both are the same memory
-            gather = params.all_gather_updated()
+            gather = params.all_gather_updated(exact=False)
         elif bucket.optimizer_placement is Placement.HOST:
-            gather = self._offload.to_accelerator(master, params.owned, params.all_gather_updated)
+            publish = partial(params.all_gather_updated, exact=False)
+            gather = self._offload.to_accelerator(master, params.owned, publish)
         else:
             copied = self._offload.to_host(master.to(params.owned.dtype), params.owned)
-            gather = Work(params.all_gather_updated().wait, copied.wait)
+            gather = Work(params.all_gather_updated(exact=False).wait, copied.wait)
         self._launched[bucket] = gather
 
     def finish(self, flats: Iterable[FlatParameters], *, overlaps: bool) -> None:
-        """Wait for the gathers; with `overlaps`, the first module that reads parameters that persist waits for them."""
+        """Wait for the gathers; with `overlaps`, the first module that reads parameters that persist waits for them.
+
+        Codes are sent now, with the scales of the new values.
+        """
         for flat in flats:
             gathers = {bucket: self._launched[bucket] for bucket in flat.buckets if bucket in self._launched}
+            if flat.is_coded and flat.lifetime is Lifetime.PERSISTENT:
+                for gather in gathers.values():
+                    gather.wait()
+                gathers = flat.gather_codes()
             if overlaps and flat.lifetime is Lifetime.PERSISTENT:
                 flat.let_updates_run(gathers)
             else:

@@ -9,11 +9,12 @@
     `gathered()`                         its context ends
     the step, or the next forward        then; if it is not known when autograd reads it for the last time
 
-A unit that is prefetched has no reader until it runs; the end of backward frees it if it never does. The update, and
+A unit that is prefetched has no reader until it runs; the end of the next backward frees it if it never does, a nested
+one if it ran there. The update, and
 loading a checkpoint, shard all units whatever their readers: they write the owned shards.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -111,6 +112,7 @@ class Unit:
     def watch(self, reader: object) -> None:
         """Retain the unit, and have reads of its parameters reported."""
         self.retain(reader)
+        self._read_exactly()
         self._watchers.add(reader)
         for flat in self.flats:
             flat.watch_reads(True)
@@ -125,9 +127,16 @@ class Unit:
     def unwrap(self, device: torch.device | None) -> None:
         """Give the parameters their values in memory of their own."""
         self.unshard()
+        self._read_exactly()
         for flat in self.flats:
             flat.unwrap(device)
         self._readers.clear()
+
+    def _read_exactly(self) -> None:
+        if any(flat.is_coded for flat in self.flats):
+            self._before_gather()
+        for flat in self.flats:
+            flat.read_exactly()
 
 
 @dataclass(eq=False)
@@ -211,9 +220,9 @@ def innermost_unit(parameter_names: Iterable[str], unit_names: Iterable[str]) ->
     return max((u for u in unit_names if all(f".{name}".startswith(f".{u}." if u else ".") for name in names)), key=len)
 
 
-def group_alike(params: dict[str, nn.Parameter]) -> list[dict[str, nn.Parameter]]:
-    """Group parameters by (dtype, requires_grad): only those of one group can share a flat buffer."""
+def group_alike(params: dict[str, nn.Parameter], coded: Container[nn.Parameter] = ()) -> list[dict[str, nn.Parameter]]:
+    """Group parameters by (dtype, requires_grad, is sent as codes): only those of one group can share a flat buffer."""
     groups: dict[tuple, dict[str, nn.Parameter]] = {}
     for name, param in params.items():
-        groups.setdefault((param.dtype, param.requires_grad), {})[name] = param
+        groups.setdefault((param.dtype, param.requires_grad, param in coded), {})[name] = param
     return list(groups.values())

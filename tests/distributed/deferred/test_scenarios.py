@@ -111,8 +111,8 @@ def test_backwards_that_end_early():
 
 
 def test_layers_and_the_loss(repeat):
-    repeat(layers.test_layers_equal_the_whole_ones, "replicated", 2)
-    repeat(layers.test_layers_equal_the_whole_ones, "split", 2)
+    repeat(layers.test_layers_equal_the_whole_ones, "replicated", 2, None)
+    repeat(layers.test_layers_equal_the_whole_ones, "split", 2, None)
     repeat(loss.test_the_loss_and_its_gradients_equal_those_of_whole_logits, 2)
     repeat(layers.test_more_ranks_than_a_parameter_has_stretches_share_it_too)
 

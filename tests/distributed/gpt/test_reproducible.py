@@ -40,6 +40,7 @@ LLAMA = (
 )
 S0, S1, S2, S3 = (f"--zero.stage={stage}" for stage in range(4))
 SMALL, LOCAL, GROUPS = "--zero.bucket_numel=2000", "--zero.accumulate=local", "--parallel.shard_size=2"
+CODES = "--zero.gather_dtype=fp8"
 SEQUENCE = "--parallel.sequence_parallel=true"
 BASE = (
     "--data.path=unread",
@@ -178,6 +179,9 @@ TRAININGS = {
     "8 bits": (*LLAMA, "--optimizer.name=adamw8bit", "--train.precision=fp32"),
     "muon": (*GPT2, "--optimizer.name=muon", "--guard.spike_factor=1.001"),
     "soap": (*GPT2, "--optimizer.name=soap"),
+    "fp8": (*LLAMA, "--train.matmul=fp8", "--train.fp8.keep_last=1"),
+    # 128 x 128 blocks that rows of 136 cross
+    "fp8 blocks": (*LLAMA, "--train.matmul=fp8", "--train.fp8.recipe=blockwise", "--model.hidden_size=136"),
 }
 
 
@@ -192,13 +196,14 @@ def test_forty_steps_have_the_same_bits_on_any_number_of_ranks(model):
 @pytest.mark.parametrize("takes_all", [False, pytest.param(True, marks=pytest.mark.full)])
 @pytest.mark.parametrize("training", TRAININGS)
 def test_every_training_has_the_same_bits_in_each_layout(training, takes_all):
-    """The layouts take turns; each is compared with one rank, in two stages."""
+    """The layouts take turns; each is compared with one rank, in two stages. In FP8 weights are gathered in FP8 too."""
     options, number = TRAININGS[training], [*TRAININGS].index(training)
+    codes = (CODES,) if training.startswith("fp8") else ()
     layouts = LAYOUTS if takes_all else LAYOUTS[number % 6 :: 6]
     first = hash_after(1, *options, S1)
     assert hash_after(1, *options, S3, "--zero.overlap=false") == first
     for ranks, layout in layouts:
-        assert hash_after(ranks, *options, *layout) == first, layout
+        assert hash_after(ranks, *options, *layout, *codes) == first, layout
 
 
 def test_a_run_that_goes_on_with_fewer_ranks_has_the_bits_of_the_undisturbed_one(tmp_path):
@@ -211,7 +216,7 @@ def test_a_run_that_goes_on_with_fewer_ranks_has_the_bits_of_the_undisturbed_one
         source = tmp_path / f"step-{last:08d}"
     whole = run_ranks(2, train, (*options, S3), 8)
     assert figures == whole[0].figures
-    assert hash_of([rank._replace(figures=figures) for rank in of_ranks]) == hash_of(whole)
+    assert hash_of([Trained(figures, *rank[1:]) for rank in of_ranks]) == hash_of(whole)
 
 
 @pytest.mark.parametrize("options", [("--parallel.tensor_size=2", SEQUENCE), ("--parallel.context_size=2",)])

@@ -48,6 +48,7 @@ OFFLOADS = {
 }
 FP32_SUMS = "--zero.sum_over_ranks=fp32"
 FP32_SUMS_OVER_ALL = f"{FP32_SUMS} --zero.optimizer_over=all"
+FP8 = "--train.matmul=fp8 --zero.gather_dtype=fp8 --zero.optimizer_over=all"
 FACTORS = {
     "stage": [0, 1, 2, 3],
     "sizes": [(4, 2, 2), (4, 2, 1), (4, None, 2), (2, None, 1)],  # data, shard, tensor
@@ -66,6 +67,7 @@ FACTORS = {
         "--zero.reduce_dtype=bf16",
         FP32_SUMS,
         FP32_SUMS_OVER_ALL,
+        FP8,
     ],
 }
 
@@ -103,6 +105,8 @@ def settings_of(combination: dict) -> Settings:
 def is_valid(combination: dict) -> bool:
     has_replicas = combination["sizes"][2] > 1 and "sequence" not in combination["others"]
     if combination["store"] == "partition" and not has_replicas:
+        return False
+    if combination["others"] == FP8 and combination["precision"] == "fp32":  # a GPU has no such kernels
         return False
     if combination["offload"] == "parameters" and combination["stage"] < 3:
         return False
@@ -174,6 +178,8 @@ CHOSEN = [  # together, these have every value of every factor
     (3, (2, None, 1), 1, "reduce", "none", "auto", "fp32", "muon", ""),
     (2, (4, 2, 1), 3, "reduce", "none", "none", "bf16", "adamw", FP32_SUMS),
     (3, (4, 2, 1), 3, "reduce", "none", "host", "bf16", "adamw", FP32_SUMS_OVER_ALL),
+    (3, (4, 2, 2), 3, "reduce", "none", "host", "bf16", "adamw", FP8),
+    (2, (2, None, 1), 1, "reduce", "keep", "optimizer", "bf16", "adamw", FP8),
 ]
 
 

@@ -15,6 +15,8 @@ from parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, Voca
 from parallel.tensor.split_parameters import split_dims
 from parallel.tensor.token_layout import ReplicatedTokens, SplitTokens, TokenLayout
 from tests.ranks import run_cases, run_ranks
+from zero.fp8 import convert
+from zero.fp8.scaling import RecipeName
 
 LAYOUTS = {"replicated": ReplicatedTokens, "split": SplitTokens}
 
@@ -42,32 +44,40 @@ def test_gradients_of_shared_parameters_are_summed_in_backward_or_at_once():
         assert found == (3.0, rank, [3.0, 6.0, 6.0])
 
 
-def whole_layers() -> tuple[nn.Embedding, nn.Linear, nn.Linear]:
+HIDDEN = 256  # parts of two ranks are whole blocks of 128: their scales are those of the whole layers
+
+
+def whole_layers(recipe: RecipeName | None) -> nn.ModuleList:
     torch.manual_seed(1)
-    return nn.Embedding(32, 16), nn.Linear(16, 24), nn.Linear(24, 16)
+    layers = nn.ModuleList([nn.Embedding(32, 16), nn.Linear(16, HIDDEN), nn.Linear(HIDDEN, 16)])
+    if recipe is not None:
+        convert(layers, recipe)
+    return layers
 
 
-def run_whole(ids: Tensor) -> tuple[Tensor, list[Tensor]]:
+def run_whole(ids: Tensor, recipe: RecipeName | None) -> tuple[Tensor, list[Tensor]]:
     torch.set_default_dtype(torch.float64)
-    embedding, column, row = whole_layers()
+    embedding, column, row = whole_layers(recipe)
     output = row(F.gelu(column(embedding(ids))))
     output.square().sum().backward()
     return output.detach(), [p.grad for layer in (embedding, column, row) for p in layer.parameters()]
 
 
-def run_split(layout: str, ids: Tensor) -> tuple[Tensor, dict[str, Tensor], dict[str, int]]:
+def run_split(layout: str, ids: Tensor, recipe: RecipeName | None) -> tuple[Tensor, dict[str, Tensor], dict[str, int]]:
     """Return (output of this rank's tokens, gradients, dims along which parameters are split)."""
     axis = tensor_axis()
     tokens: TokenLayout = LAYOUTS[layout](axis)
     layers = nn.ModuleList(
         [
             VocabParallelEmbedding(32, 16, tokens),
-            ColumnParallelLinear(16, 24, tokens),
-            RowParallelLinear(24, 16, tokens),
+            ColumnParallelLinear(16, HIDDEN, tokens),
+            RowParallelLinear(HIDDEN, 16, tokens),
         ]
     )
+    if recipe is not None:
+        convert(layers, recipe)
     dims = split_dims(layers)
-    for number, whole in enumerate(whole_layers()):
+    for number, whole in enumerate(whole_layers(recipe)):
         for name, param in whole.named_parameters():
             own = layers.get_parameter(f"{number}.{name}")
             dim = dims.get(f"{number}.{name}")
@@ -79,11 +89,11 @@ def run_split(layout: str, ids: Tensor) -> tuple[Tensor, dict[str, Tensor], dict
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("tensor_size", [1, 2])
-def test_layers_equal_the_whole_ones(layout, tensor_size):
+@pytest.mark.parametrize(("tensor_size", "recipe"), [(1, None), (2, None), (2, "blockwise")])
+def test_layers_equal_the_whole_ones(layout, tensor_size, recipe):
     ids = torch.randint(32, (12,))
-    expected_output, expected_grads = run_whole(ids)
-    results = run_ranks(tensor_size, run_split, layout, ids)
+    expected_output, expected_grads = run_whole(ids, recipe)
+    results = run_ranks(tensor_size, run_split, layout, ids, recipe)
     outputs = [output for output, _, _ in results]
     output = torch.cat(outputs) if layout == "split" else outputs[0]
     torch.testing.assert_close(output, expected_output, rtol=0, atol=1e-12)
@@ -114,7 +124,7 @@ def run_several(layout: str) -> tuple[list[Tensor], list[Tensor]]:
     x, weights, biases, grads = several_layers()
     own = [[part.chunk(axis.size)[axis.rank] for part in parts] for parts in (weights, biases)]
     own_x = x.chunk(axis.size)[axis.rank] if layout == "split" else x
-    outputs = column_linears(own_x, *own, LAYOUTS[layout](axis))
+    outputs = column_linears(own_x, *own, ColumnParallelLinear(16, 16, LAYOUTS[layout](axis)))
     own_grads = [grad.chunk(axis.size, -1)[axis.rank] for grad in grads]
     found = torch.autograd.grad(outputs, [own_x, *own[0], *own[1]], own_grads)
     return [output.detach() for output in outputs], list(found)

@@ -10,30 +10,32 @@ import pytest
 from lab.measure.fit import fitted
 from lab.published import predict
 from lab.published import predictions as kept
-from lab.published.calibrate import FITS
+from lab.published.calibrate import ALL_FITS, FITS
 from lab.published.configurations import configuration
 from lab.published.predictions import Prediction, load_cluster
-from lab.published.rows import ROWS, Row, read_rows, settings_of, settings_tree
+from lab.published.row_settings import settings_of, settings_tree
+from lab.published.rows import LATE_ROWS, ROWS, Row, read_rows
 from lab.published.sources import cluster_name
 from parallel.errors import ConfigError
 from tests.source_files import ROOT
 
-PAGE = (ROOT / "docs/published/README.md").read_text()
+PAGES = "".join((ROOT / "docs/published" / name).read_text() for name in ("README.md", "fp8.md"))
 BY_ID = {row.id: row for row in read_rows()}
+LATE_BY_ID = {row.id: row for row in read_rows(LATE_ROWS)}
 WITHOUT_TENSOR_AXIS = "MosaicML_H100-24x2048-n128-s2048-b12", "Megatron_v1.1_A100-24x1920-n1-s1024-b16"
+
+IN_FP8 = ("DGX_Cloud_25.04-nemotron4-15b-H100-n16-s4096-b2-tp2-fp8-tensorwise",)
 
 
 def figures_on_page(row: Row) -> tuple[str, str]:
     """Return the predicted TFLOPs and the peak that the page shows for a row."""
-    found = re.search(rf"^\| {re.escape(row.id)} \|.*$", PAGE, re.MULTILINE)
-    assert found is not None
-    cells = found[0].split(" | ")
+    cells = re.findall(rf"^\| {re.escape(row.id)} \|.*$", PAGES, re.MULTILINE)[-1].split(" | ")
     return cells[2], cells[-2]
 
 
 def predictions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *names: str) -> list[Prediction]:
     monkeypatch.setattr(kept, "KEPT_RUNS", tmp_path)
-    return [predict.predicted(BY_ID[name]) for name in names]
+    return [predict.predicted((BY_ID | LATE_BY_ID)[name]) for name in names]
 
 
 @pytest.mark.parametrize(
@@ -41,6 +43,7 @@ def predictions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *names: str) ->
     [
         ("Megatron_v1.1_V100-36x3072-n4-s1024-b8",),
         pytest.param(WITHOUT_TENSOR_AXIS, marks=pytest.mark.full),  # the first of them loads inductor
+        pytest.param(IN_FP8, marks=pytest.mark.full),
     ],
 )
 def test_rows_are_predicted_as_on_the_page(tmp_path, monkeypatch, names):
@@ -79,6 +82,16 @@ def test_flops_are_counted_as_the_source_counts_them():
     assert row.tflops(32 / 6.93) == pytest.approx(18.3, rel=0.02)
 
 
+def test_rows_of_later_programs_count_flops_as_their_sources_and_can_be_run():
+    for line in csv.DictReader(LATE_ROWS.open()):
+        row, tokens_per_second = LATE_BY_ID[line["id"]], float(line["tokens_per_second_per_gpu"])
+        assert row.flops / row.num_tokens == pytest.approx(float(line["flops_per_token_check"]), rel=1e-3), row.id
+        seconds = row.num_tokens / row.num_ranks / tokens_per_second
+        assert row.tflops(seconds) == pytest.approx(row.published_tflops, rel=0.01), row.id
+        assert row.tokens_per_second(seconds) == pytest.approx(tokens_per_second), row.id
+        settings_of(settings_tree(row), row.tp * row.data_size)
+
+
 def test_the_fit_finds_constants_and_leaves_those_that_no_row_determines():
     def errors(constants: dict[str, float]) -> list[float]:
         return [constants["gemm_fraction"] / 0.6 - 1]
@@ -89,9 +102,9 @@ def test_the_fit_finds_constants_and_leaves_those_that_no_row_determines():
 
 
 def test_cluster_files_of_a_type_have_the_same_constants_and_at_most_three_are_fitted():
-    for fit in FITS.values():
+    assert all(len(fit.rows) <= 3 for fit in FITS.values())
+    for fit in ALL_FITS.values():
         assert len(fit.before) <= 3
-        assert len(fit.rows) <= 3
         constants = [[getattr(load_cluster(file), name) for name in fit.before] for file in fit.files]
         assert all(math.isclose(a, b) for one in constants for a, b in zip(constants[0], one, strict=True))
 
@@ -99,7 +112,8 @@ def test_cluster_files_of_a_type_have_the_same_constants_and_at_most_three_are_f
 def test_every_cluster_file_is_accepted_and_only_those_of_fitted_rows_are_calibrated():
     files = {path.stem: load_cluster(path.stem) for path in (ROOT / "configs/clusters").glob("*.yaml")}
     assert {name for name, cluster in files.items() if cluster.name != name} == set()
-    of_rows = {cluster_name(BY_ID[name]) for fit in FITS.values() for name in fit.rows}
+    by_id = BY_ID | LATE_BY_ID
+    of_rows = {cluster_name(by_id[name]) for fit in ALL_FITS.values() for name in fit.rows}
     assert {name for name, cluster in files.items() if cluster.calibrated} == of_rows | {"dgx-2"}
     # The errors of rows that were not fitted are known for all of them but one, which has three rows.
     assert {name for name, cluster in files.items() if cluster.remark == ""} == {"dgx-2-nccl"}

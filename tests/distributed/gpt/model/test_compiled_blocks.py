@@ -22,6 +22,7 @@ from tests.ranks import run_ranks
 from tests.unit.gpt.model.models import VARIANTS
 from zero.activations.checkpointed_blocks import ActivationsConfig
 from zero.engine import ZeroDataParallel
+from zero.fp8 import convert
 from zero.optimizer import ZeroOptimizer
 from zero.partition.config import ZeroConfig
 
@@ -41,6 +42,7 @@ class Case:
     num_layers: int = 3
     bucket_numel: int = 500
     variant: str = ""  # of VARIANTS; without it, GPT-2
+    multiplies_in_fp8: bool = False
 
     @property
     def model(self) -> ModelConfig:
@@ -73,6 +75,8 @@ def train(case: Case, backend: Callable[..., Any] | str | None) -> Outcome:
     activations = ActivationsConfig(case.store)
     gpt = build_model(case.model, activations, tokens, CPU, torch.float64, is_compiled=backend is not None)
     initialize(gpt, seed=0)
+    if case.multiplies_in_fp8:
+        convert(gpt)
     model = ZeroDataParallel(gpt, mesh.data, ZeroConfig(case.stage, case.bucket_numel, overlap_gather=True))
     if backend is not None:
         compile_blocks(gpt, activations.recomputes, backend)
@@ -117,12 +121,12 @@ def check_equals_eager(cases: list[Case], backend_name: str) -> None:
 FEW = {
     # In one bucket the embedding waits for the updates of all blocks.
     1: [
-        Case(stage=1, store="keep", dropout=0.1, bucket_numel=10**6),
+        Case(stage=1, store="keep", dropout=0.1, bucket_numel=10**6, multiplies_in_fp8=True),
         Case(store="selective", dropout=0.1, num_layers=4),
     ],
     2: [
         Case(store="keep", tensor_size=2, variant="mistral"),
-        Case(0, tensor_size=2, sequence_parallel=True, dropout=0.1, num_layers=4),
+        Case(0, tensor_size=2, sequence_parallel=True, dropout=0.1, num_layers=4, multiplies_in_fp8=True),
     ],
 }
 

@@ -3,12 +3,16 @@
 import pytest
 import torch
 
-from gpt.builder.closed_forms import parameters_of_rank
+from gpt.builder.closed_forms import coded_parameters_of_rank, parameters_of_rank
+from gpt.builder.train_state import convert_blocks
 from gpt.model.transformer import GPT
+from gpt.settings.training import Fp8Settings, TrainSettings
 from gpt.shape.config import ModelConfig
 from parallel.comm_log import CommLog
 from parallel.mesh import Axis
 from parallel.tensor.token_layout import ReplicatedTokens
+from zero.fp8.convert import scaled_weights
+from zero.fp8.kernels import Device
 
 LLAMA = {"positions": "rope", "norm": "rms", "mlp": "swiglu", "mlp_width": 24, "biases": False, "tied_head": False}
 
@@ -24,3 +28,7 @@ def test_a_rank_has_the_parameters_of_a_model_that_is_built(options: dict, tenso
     with torch.device("meta"):
         gpt = GPT(config, ReplicatedTokens(Axis("tensor", tensor_size, 0, CommLog())))
     assert parameters_of_rank(config, tensor_size) == sum(param.numel() for param in gpt.parameters())
+    train = TrainSettings(matmul="fp8", fp8=Fp8Settings(keep_last=1))
+    convert_blocks(gpt, train, Device("cpu"))
+    in_fp8 = sum(param.numel() for _, param, _ in scaled_weights(gpt))
+    assert coded_parameters_of_rank(config, train, tensor_size) == in_fp8

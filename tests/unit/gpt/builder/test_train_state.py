@@ -56,13 +56,6 @@ def test_the_optimizer_is_that_of_the_settings(arguments, kind):
     assert (len(updates.matrices) if isinstance(updates, MatrixUpdates) else 0) == (6 if kind in (Muon, Soap) else 0)
 
 
-def test_an_implementation_that_has_no_such_optimizer_is_refused():
-    with pytest.raises(ConfigError, match=r"optimizer\.implementation=apex has AdamW only, and name=muon"):
-        parse_settings([f"--config={BASE}", "--optimizer.name=muon", "--optimizer.implementation=apex"])
-    with pytest.raises(ConfigError, match=r"optimizer\.momentum=0\.0 has no Nesterov momentum"):
-        parse_settings([f"--config={BASE}", "--optimizer.name=sgd", "--optimizer.momentum=0"])
-
-
 def test_the_precision_of_fp32_products_is_set_and_logged(caplog):
     caplog.set_level(logging.INFO)
     for arguments, expected in [(["--train.float32_matmul_precision=high"], "high"), ([], "highest")]:
@@ -129,3 +122,27 @@ def test_tensor_ranks_that_divide_the_tokens_need_a_number_that_they_divide(opti
     refused = pytest.raises(ConfigError, match=f"the tokens of a micro-batch={num_tokens} ") if num_tokens else None
     with imitated_world(0, 8, 8, "gloo") as world, refused or nullcontext():
         build_mesh(settings, world)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--train.matmul=fp8", "--train.precision=fp16"], "train.matmul=fp8.*train.precision=fp16"),
+        (["--zero.gather_dtype=fp8"], "zero.gather_dtype=fp8.*train.matmul=None"),
+        (["--zero.gather_dtype=fp8", "--train.matmul=fp8", "--train.fp8.recipe=rowwise"], "recipe=rowwise"),
+        (["--train.matmul=fp8", "--train.fp8.keep_first=1"], "keep_first=1 .*none of 1 blocks"),
+    ],
+)
+def test_products_in_fp8_are_refused_where_they_would_not_be_used(options: list[str], named: str):
+    with pytest.raises(ConfigError, match=named):
+        build(parse_settings([f"--config={BASE}", *options]), Mesh.create(1), torch.device("cpu"))
+
+
+def test_a_layer_without_a_kernel_is_named():
+    """A dry run imitates a GPU; 8 features are no multiple of 16."""
+    settings = parse_settings([f"--config={BASE}", "--train.matmul=fp8"])
+    with (
+        imitated_world(0, 2, 2, "nccl") as world,
+        pytest.raises(ConfigError, match=r"recipe=tensorwise.*N=24 .*blocks\.0"),
+    ):
+        build(settings, build_mesh(settings, world), world.device)

@@ -14,8 +14,8 @@ from parallel.errors import ConfigError
 from parallel.mesh import Axis
 from tests.oracle.deepspeed_files import write_deepspeed
 from zero import DistributedState, Muon, ZeroConfig, ZeroDataParallel, ZeroOptimizer, load, load_distributed, save
-from zero.dcp.chunked_tensor import rectangles
 from zero.dcp.safe_reader import METADATA, SafeReader
+from zero.partition.layout import rectangles
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (3, 4), (2, 3, 4), (2, 1, 3, 2)])

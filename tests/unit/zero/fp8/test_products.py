@@ -1,0 +1,180 @@
+"""Products in FP8: their codes, the three products of a layer against fp64, and where there are kernels."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import zero.fp8
+from parallel.errors import ConfigError
+from zero.fp8.convert import scaled_weights
+from zero.fp8.kernels import Device, emulated, launched, refusal, refused_layer
+from zero.fp8.products import ScaledProducts
+from zero.fp8.scaling import LARGEST, RECIPES, quantize
+
+H100, B200, L40 = (Device("cuda", capability, 130000) for capability in ((9, 0), (10, 0), (8, 9)))
+CPU = Device("cpu")
+SHAPES = [(1, 1, 1), (16, 16, 16), (70, 130, 48), (129, 257, 3), (128, 128, 128)]  # tokens, in, out
+
+
+def operands(shape: tuple[int, int, int], dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]:
+    """Return x, weight and the gradient of y, of magnitudes that differ by rows and columns."""
+    generator = torch.Generator().manual_seed(0)
+    tokens, columns, rows = shape
+
+    def matrix(*size: int) -> Tensor:
+        spread = torch.randn(size[0], 1, generator=generator) + torch.randn(1, size[1], generator=generator)
+        return (torch.randn(size, generator=generator) * spread.exp()).to(dtype)
+
+    return matrix(tokens, columns), matrix(rows, columns), matrix(tokens, rows)
+
+
+def bound(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the rounding of a sum of K terms in fp32, and of its result in `dtype`."""
+    magnitudes = a.abs() @ b.abs().t()
+    return magnitudes * (a.shape[1] + 2) * 2.0**-24 + magnitudes * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_three_products_are_those_of_the_quantized_operands(recipe, dtype):
+    products, row = ScaledProducts(recipe, None), RECIPES[recipe]
+    for shape in SHAPES:
+        x, weight, grad = (tensor.requires_grad_() for tensor in operands(shape, dtype))
+        y = products.linear(x, weight, None)
+        found = y, *torch.autograd.grad(y, [x, weight], grad.detach())
+        expected = [
+            (quantize(x, row), quantize(weight, row, is_weight=True)),
+            (quantize(grad, row), quantize(weight.t(), row, is_weight=True)),
+            (quantize(grad.t(), row), quantize(x.t(), row)),
+        ]
+        for product, (a, b) in zip(found, expected, strict=True):
+            values = a.values(torch.float64), b.values(torch.float64)
+            difference = (product.double() - values[0] @ values[1].t()).abs()
+            assert product.dtype is dtype
+            assert (difference <= bound(*values, dtype)).all()
+
+
+def test_a_linear_layer_takes_any_leading_dims_and_a_bias():
+    layer = nn.Linear(24, 8)
+    plain = F.linear(torch.ones(2, 3, 24), layer.weight, layer.bias)
+    assert zero.fp8.convert(nn.Sequential(layer)) == ["0"]
+    y = layer(torch.ones(2, 3, 24))
+    y.sum().backward()
+    torch.testing.assert_close(y, plain, rtol=0, atol=0.1)
+    assert layer.bias.grad.equal(torch.full((8,), 6.0))
+    assert type(layer).__name__ in repr(layer)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_torchs_kernel_for_cpus_agrees_with_the_emulation(recipe):
+    x, weight, _ = operands((32, 64, 48))
+    a, b = quantize(x, RECIPES[recipe]), quantize(weight, RECIPES[recipe], is_weight=True)
+    for dtype in (torch.float32, torch.bfloat16):
+        found, expected = launched(a, b, dtype, use_fast_accum=False), emulated(a, b, dtype)
+        assert ((found - expected).abs() <= bound(a.values(torch.float32), b.values(torch.float32), dtype)).all()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_each_value_is_within_half_a_step_of_its_code(recipe):
+    x, _, _ = operands((70, 200, 1), torch.float32)
+    scaled = quantize(x, RECIPES[recipe])
+    scales = scaled.blocks.split(torch.zeros_like(x)) + scaled.scales[:, None, :, None]
+    scales = scales.flatten(2).flatten(0, 1)[:70, :200]
+    # Three bits of mantissa, one in E2M1: half a step is 1/16 or 1/4 of the value; E4M3 steps by 2**-9 at least, E2M1
+    # by 1/2. The largest values saturate if their scale was rounded, to a power of two or to E4M3.
+    saturation = (x.abs() - LARGEST[RECIPES[recipe].code] * scales).clamp(min=0)
+    relative, least = (1 / 4, 1 / 4) if RECIPES[recipe].code == "e2m1" else (1 / 16, 2.0**-10)
+    error = (scaled.values(torch.float32) - x).abs()
+    assert (error <= torch.maximum(relative * x.abs(), least * scales) * (1 + 1e-6) + saturation).all()
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_zeros_denormals_and_one_huge_element(recipe, dtype):
+    products = ScaledProducts(recipe, None)
+    weight = torch.ones(3, 16, dtype=dtype)
+    zeros, tiny, huge = torch.zeros(1, 16, dtype=dtype), torch.zeros(1, 16, dtype=dtype), torch.ones(1, 16, dtype=dtype)
+    tiny[0, 0], huge[0, 0] = 2.0**-130, 3e38
+    assert not products.outputs(zeros, [weight], [])[0].any()
+    torch.testing.assert_close(
+        products.outputs(tiny, [weight], [])[0].float(), torch.full((1, 3), 2.0**-130), rtol=1 / 16, atol=0
+    )
+    assert products.outputs(huge, [weight], [])[0].float().isfinite().all()
+
+
+@pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan")])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_an_element_that_is_not_finite_makes_products_nan(recipe, value):
+    """A cast to E4M3 saturates in silence: the loss guard would see a finite number."""
+    x, weight, _ = operands((4, 256, 8))
+    for broken in (x, weight):
+        before, broken[1, 3] = broken[1, 3].clone(), value
+        (y,) = ScaledProducts(recipe, None).outputs(x, [weight], [])
+        assert (y[1] if broken is x else y[:, 1]).isnan().all()
+        broken[1, 3] = before
+
+
+def test_nvfp4_and_mxfp8_have_their_codes():
+    x = torch.tensor([[0.3, 0.7, 1.3, 1.9, 2.6, 3.6, 4.9, 6.0, -5.1] + [0.0] * 7])
+    codes = quantize(x * 448, RECIPES["nvfp4"]).codes.float()
+    assert codes.tolist() == [[0.5, 0.5, 1.5, 2.0, 3.0, 4.0, 4.0, 6.0, -6.0] + [0.0] * 7]
+    scales = quantize(torch.tensor([[3.0] * 32 + [500.0] * 32]), RECIPES["mxfp8"]).scales
+    assert scales.tolist() == [[2.0 ** (1 - 8), 2.0 ** (8 - 8)]]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "device", "shape", "names"),
+    [
+        ("tensorwise", CPU, (16, 16, 16), "cpu"),
+        ("tensorwise", Device("cuda", (8, 0), 120900), (16, 16, 16), "8.9 or more, and the GPU has 8.0"),
+        ("tensorwise", H100, (16, 24, 16), "N=24"),
+        ("rowwise", H100, (16, 16, 8), "K=8"),
+        ("blockwise", B200, (16, 16, 16), "9.0 only, and the GPU has 10.0"),
+        ("blockwise", Device("cuda", (9, 0), 120800), (16, 16, 16), "120900"),
+        ("mxfp8", B200, (32, 32, 32), "no kernel"),
+    ],
+)
+def test_the_table_refuses_what_cuda_refuses(recipe, device, shape, names):
+    assert names in refusal(recipe, device, torch.bfloat16, shape)
+
+
+@pytest.mark.parametrize(("recipe", "device"), [("tensorwise", L40), ("rowwise", B200), ("blockwise", H100)])
+def test_the_table_has_kernels_for_bf16(recipe, device):
+    assert refusal(recipe, device, torch.bfloat16, (1, 16, 32)) is None
+    assert "float32" in refusal(recipe, device, torch.float32, (16, 16, 16))
+
+
+def test_layers_without_a_kernel_are_named_before_training():
+    assert refused_layer("tensorwise", H100, {"up": (64, 32)}, 48) is None
+    for layers, num_tokens, number in [({"up": (60, 32)}, 48, "N=60"), ({"up": (64, 32)}, 40, "K=40")]:
+        reason = refused_layer("tensorwise", H100, layers, num_tokens)
+        assert number in reason
+        assert "layer up" in reason
+
+
+def test_weights_that_others_read_too_are_not_left_to_fp8():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(32, 16), nn.Linear(16, 32, bias=False)
+            self.first, self.second, self.kept = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+            self.head.weight, self.second.weight = self.embedding.weight, self.first.weight
+
+    model = Model()
+    assert zero.fp8.convert(model, keep=lambda name, _: name == "kept") == ["head", "first", "second"]
+    assert [name for name, _, _ in scaled_weights(model)] == ["first.weight"]
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "named"),
+    [
+        (nn.Linear(4, 4), {"recipe": "delayed"}, "recipe='delayed' .*tensorwise"),
+        (nn.Linear(4, 4).half(), {}, "fp16"),
+        (nn.Sequential(nn.LayerNorm(4)), {}, "Sequential has no linear layer"),
+        (nn.Linear(4, 4), {"keep": lambda *_: True}, "keep"),
+    ],
+)
+def test_what_cannot_be_converted_is_refused(module, options, named):
+    with pytest.raises(ConfigError, match=named):
+        zero.fp8.convert(module, **options)

@@ -1,0 +1,147 @@
+"""Weights that are gathered in FP8: ranks send codes of their shards, and fill the full buffer from the codes.
+
+    owned weights -> amax of their blocks -> one all-reduce of maxima a step -> scales, the same on all ranks
+    shard, rounded to bf16 -> codes, a byte each -> all-gather -> codes times scales -> the rest of the full buffer
+
+[Note: the same bits] The layer quantizes what is in the full buffer, and gets the codes that were sent: the largest
+element of a block is the largest code times the scale, which rounds to the same bf16 number, so the scale is the same;
+and any other element is its code times the scale, rounded to bf16: off by half a step of bf16 at most, which is too
+little to reach another code.
+
+A rank's own shard keeps its exact values, so that what is written in place is compared with master weights that it
+rounds to; whoever reads parameters, as in `gathered()`, has the others gathered exactly first.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from parallel.mesh import Axis
+from zero.fp8.scaling import CODES, Blocks, encode, scale_of
+from zero.partition.layout import Span, cut, overlap, rectangles
+
+AT_ONCE = 2**22  # elements at a time: temporaries in fp32 have this length
+
+
+class Stretch(NamedTuple):
+    """Consecutive elements of a buffer that one weight has."""
+
+    param: nn.Parameter
+    span: Span
+    elements: range
+
+
+class Rectangle(NamedTuple):
+    """A part of a weight: some rows of some columns."""
+
+    row: int
+    column: int
+    num_rows: int
+    num_columns: int
+
+
+class WeightScales:
+    """The scales of all weights of a model that are sent in FP8, by blocks."""
+
+    def __init__(self, blocks_of: Mapping[nn.Parameter, Blocks], device: torch.device):
+        self._sizes_of = {param: blocks.sizes(param.shape) for param, blocks in blocks_of.items()}
+        shapes = [
+            torch.Size(-(-length // size) for length, size in zip(param.shape, sizes, strict=True))
+            for param, sizes in self._sizes_of.items()
+        ]
+        self._amax = torch.zeros(sum(shape.numel() for shape in shapes), device=device)
+        parts = self._amax.split([shape.numel() for shape in shapes])
+        self._amax_of = {p: part.view(shape) for p, part, shape in zip(self._sizes_of, parts, shapes, strict=True)}
+
+    def __contains__(self, param: object) -> bool:
+        return param in self._sizes_of
+
+    def measure(self, owned: Iterable[tuple[Stretch, Tensor]], owners: Axis) -> None:
+        """Set the scales to those of the weights of which the ranks of `owners` have these parts; all ranks call it."""
+        if not self._sizes_of:
+            return
+        self._amax.zero_()
+        for stretch, values in owned:
+            for place, (part,) in _rectangles(stretch, values):
+                rows, columns = sizes = self._sizes_of[stretch.param]
+                before = place.column % columns, 0, place.row % rows, 0
+                found = Blocks(*sizes).split(F.pad(part.bfloat16(), before)).abs().amax((1, 3))
+                amax = self._amax_in(stretch.param, place)
+                torch.maximum(amax, found.to(amax), out=amax)
+        self._amax.nan_to_num_(nan=torch.inf, posinf=torch.inf)  # a maximum of NaN is not NaN with every backend
+        owners.all_reduce(self._amax, out=self._amax, op=dist.ReduceOp.MAX).wait()
+
+    def encode(self, stretch: Stretch, values: Tensor, out: Tensor) -> None:
+        """Write the codes, bytes, of values of a weight, rounded to bf16."""
+        for place, (part, codes) in _rectangles(stretch, values, out):
+            codes.copy_(encode(part.bfloat16(), self._scales(stretch.param, place)).view(torch.uint8))
+
+    def decode(self, stretch: Stretch, codes: Tensor, out: Tensor) -> None:
+        """Write the values that codes stand for."""
+        for place, (part, values) in _rectangles(stretch, codes, out):
+            scales = self._scales(stretch.param, place)
+            values.copy_(part.view(CODES).to(scales.dtype) * scales)
+
+    def _scales(self, param: nn.Parameter, place: Rectangle) -> Tensor:
+        """Return the scale of each element of a part of a weight, or one scale for all of them."""
+        scales = scale_of(self._amax_in(param, place))
+        if scales.numel() == 1:
+            return scales
+        of_rows, of_columns = (
+            (first % size + torch.arange(number, device=scales.device)) // size
+            for first, number, size in zip(place[:2], place[2:], self._sizes_of[param], strict=True)
+        )
+        return scales[of_rows][:, of_columns]
+
+    def _amax_in(self, param: nn.Parameter, place: Rectangle) -> Tensor:
+        """Return a view of the largest magnitudes of the blocks that a part of a weight touches."""
+        rows, columns = (
+            slice(first // size, (first + number - 1) // size + 1)
+            for first, number, size in zip(place[:2], place[2:], self._sizes_of[param], strict=True)
+        )
+        return self._amax_of[param][rows, columns]
+
+
+class BucketCodes:
+    """The codes of one bucket's elements, all of which belong to weights that are sent in FP8."""
+
+    def __init__(self, scales: WeightScales, stretches: Sequence[Stretch], elements: range, own: range):
+        """`elements` are those of the bucket, and `own` those of this rank's shard in its group."""
+        self._scales, self._stretches, self._elements, self._own = scales, stretches, elements, own
+
+    def encode(self, own_values: Tensor, codes: Tensor) -> Tensor:
+        """Write this rank's shard to its place in the codes of the bucket; return that place."""
+        for stretch, part in _within(self._stretches, self._own):
+            self._scales.encode(stretch, cut(own_values, part, self._own.start), cut(codes, part, self._elements.start))
+        return cut(codes, self._own, self._elements.start)
+
+    def decode(self, codes: Tensor, full: Tensor) -> None:
+        """Write the values of all codes but those of this rank's shard, whose values `full` has."""
+        for others in (range(self._elements.start, self._own.start), range(self._own.stop, self._elements.stop)):
+            for stretch, part in _within(self._stretches, others):
+                first = self._elements.start
+                self._scales.decode(stretch, cut(codes, part, first), cut(full, part, first))
+
+
+def _within(stretches: Iterable[Stretch], elements: range) -> Iterator[tuple[Stretch, range]]:
+    """Iterate over the parts of stretches that are in a range, each with its elements."""
+    for stretch in stretches:
+        if part := overlap(stretch.elements, elements):
+            yield stretch._replace(elements=part), part
+
+
+def _rectangles(stretch: Stretch, *flats: Tensor) -> Iterator[tuple[Rectangle, list[Tensor]]]:
+    """Cut tensors with the elements of a stretch into parts of the weight, of at most AT_ONCE or a row."""
+    start, taken = stretch.span.elements.start, 0
+    of_weight = range(stretch.elements.start - start, stretch.elements.stop - start)
+    for (first, column), (num_rows, num_columns) in rectangles(stretch.span.shape, of_weight):
+        rows_at_once = max(1, AT_ONCE // num_columns)
+        for row in range(first, first + num_rows, rows_at_once):
+            place = Rectangle(row, column, min(rows_at_once, first + num_rows - row), num_columns)
+            numel = place.num_rows * num_columns
+            yield place, [flat[taken : taken + numel].view(place.num_rows, num_columns) for flat in flats]
+            taken += numel

@@ -1,0 +1,78 @@
+"""Conversion of the linear layers of a module to products in FP8, and the weights that it leaves to FP8 alone."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from parallel.errors import ConfigError
+from parallel.tensor.products import OWN_PRECISION
+from zero.fp8.kernels import Device
+from zero.fp8.products import ScaledProducts
+from zero.fp8.scaling import RECIPES, RecipeName
+
+
+class ScaledLinear(nn.Linear):
+    """A torch linear layer with products of its own; other layers have an attribute `products`."""
+
+    products: ScaledProducts
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.products.linear(x, self.weight, self.bias)
+
+
+def convert(
+    module: nn.Module,
+    recipe: RecipeName = "tensorwise",
+    *,
+    keep: Callable[[str, nn.Module], bool] = lambda _name, _layer: False,
+    use_fast_accum: bool = False,
+    emulate: bool = False,
+    device: Device | None = None,
+) -> list[str]:
+    """Let the linear layers of a module multiply in FP8, in place, and return their names.
+
+    >>> zero.fp8.convert(module, "tensorwise", keep=lambda name, _: name == "lm_head")
+    >>> model = ZeroDataParallel(module, config=ZeroConfig(stage=3, gather_dtype="fp8"))
+
+    Convert before the module is wrapped. Layers are `nn.Linear` and split layers (parallel/tensor); those for which
+    `keep` is true, and subclasses of `nn.Linear`, keep their precision. Parameters keep their type, fp32 or bf16.
+    `emulate` computes with the values of the codes, which is slower than bf16; on a CPU, which has no kernels, this is
+    always so. `device`: the one whose kernels are used; None: the module's.
+    Raises ConfigError if nothing is converted, or a parameter is in fp16.
+    """
+    if recipe not in RECIPES:
+        raise ConfigError(f"zero.fp8.convert: recipe={recipe!r} is not known; choose one of {', '.join(RECIPES)}")
+    device = device or Device.of(next(module.parameters()).device)
+    products = ScaledProducts(recipe, None if emulate or device.kind == "cpu" else device, use_fast_accum)
+    names = []
+    for name, layer in module.named_modules():
+        if not (type(layer) is nn.Linear or hasattr(layer, "products")) or keep(name, layer):
+            continue
+        if any(weight.dtype is torch.float16 for weight in layer.parameters(recurse=False)):
+            raise ConfigError(f"zero.fp8.convert: {name} is in fp16; convert the module to bf16 first")
+        if type(layer) is nn.Linear:
+            layer.__class__ = ScaledLinear
+        layer.products = products
+        names.append(name)
+    if not names:
+        raise ConfigError(f"zero.fp8.convert: {type(module).__name__} has no linear layer to convert; see `keep`")
+    return names
+
+
+def scaled_weights(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, ScaledProducts]]:
+    """Iterate over the weights (out, in) that are read by products in FP8 only, with these products, by name."""
+    readers: dict[nn.Parameter, set[object]] = {}
+    found: dict[nn.Parameter, str] = {}
+    for prefix, layer in module.named_modules():
+        products = getattr(layer, "products", OWN_PRECISION)
+        for name, param in layer.named_parameters(recurse=False):
+            # Of a weight that tensor ranks share, each multiplies by some rows, which have scales of their own.
+            is_whole = name not in getattr(layer, "shared_dims", ())
+            is_scaled = isinstance(products, ScaledProducts) and param.dim() == 2 and is_whole
+            readers.setdefault(param, set()).add(products if is_scaled else None)
+            found.setdefault(param, f"{prefix}.{name}".lstrip("."))
+    for param, name in found.items():
+        (reader, *others) = readers[param]
+        if not others and isinstance(reader, ScaledProducts):
+            yield name, param, reader

@@ -1,0 +1,94 @@
+"""The three products of a linear layer in FP8. Each operand is quantized along the dim K that the product sums over.
+
+    output y             x (tokens, in)          weight (out, in)                  K = in
+    gradient of x        grad (tokens, out)      weight transposed (in, out)       K = out
+    gradient of weight   grad transposed         x transposed (in, tokens)         K = tokens
+
+Autograd saves x and the weight as they are, as for a product in bf16, and backward quantizes them again: so a unit's
+weight is not kept in FP8 beside its full buffer, and every layout of tokens has one way. Hopper's kernels read both
+operands along K, hence the contiguous transposed copies: a byte an element, freed after the product.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from parallel.tensor.products import Tensors
+from zero.fp8.kernels import Device, emulated, launched, refusal
+from zero.fp8.scaling import RECIPES, Recipe, RecipeName, Scaled, quantize
+
+
+@dataclass(frozen=True)
+class ScaledProducts:
+    """Products of quantized operands: `Products` of layers in FP8.
+
+    They are computed by kernels of `device` that add up in fp32, or in Hopper's fewer bits if `use_fast_accum`; without
+    a device, from the values of the codes, in at least fp32.
+    """
+
+    recipe: RecipeName
+    device: Device | None
+    use_fast_accum: bool = False
+
+    @property
+    def _recipe(self) -> Recipe:
+        return RECIPES[self.recipe]
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return y, with a graph."""
+        y = _Linear.apply(x.flatten(0, -2), weight, bias, self)
+        return y.unflatten(0, x.shape[:-1])
+
+    def outputs(self, x: Tensor, weights: Tensors, biases: Tensors) -> list[Tensor]:
+        """Return y for each weight, without a graph."""
+        scaled = quantize(x, self._recipe)
+        ys = [self._product(scaled, quantize(weight, self._recipe, is_weight=True), x.dtype) for weight in weights]
+        return [y.add_(bias) for y, bias in zip(ys, biases, strict=True)] if biases else ys
+
+    def input_gradient(self, grads: Tensors, weights: Tensors) -> Tensor:
+        """Return the gradient of x."""
+        total = self._input_gradient(grads[0], weights[0])
+        for grad, weight in zip(grads[1:], weights[1:], strict=True):
+            total += self._input_gradient(grad, weight)
+        return total
+
+    def weight_gradients(self, grads: Tensors, x: Tensor) -> list[Tensor]:
+        """Return the gradient of each weight."""
+        scaled = quantize(x.t(), self._recipe)
+        return [self._product(quantize(grad.t(), self._recipe), scaled, x.dtype) for grad in grads]
+
+    def _input_gradient(self, grad: Tensor, weight: Tensor) -> Tensor:
+        return self._product(
+            quantize(grad, self._recipe), quantize(weight.t(), self._recipe, is_weight=True), grad.dtype
+        )
+
+    def _product(self, a: Scaled, b: Scaled, dtype: torch.dtype) -> Tensor:
+        if self.device is None:
+            return emulated(a, b, dtype)
+        shape = a.codes.shape[0], b.codes.shape[0], a.codes.shape[1]
+        if (reason := refusal(self.recipe, self.device, dtype, shape)) is not None:
+            raise ValueError(f"a product in FP8 cannot be computed: {reason}; emulate it, or pad the layer")
+        return launched(a, b, dtype, use_fast_accum=self.use_fast_accum)
+
+
+class _Linear(torch.autograd.Function):
+    """A linear layer of x (tokens, in)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, products: ScaledProducts) -> Tensor:
+        ctx.products, ctx.has_bias = products, bias is not None
+        ctx.save_for_backward(x, weight)
+        (y,) = products.outputs(x, [weight], [] if bias is None else [bias])
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        grad_x = ctx.products.input_gradient([grad], [weight]) if needs_x else None
+        grad_weight = ctx.products.weight_gradients([grad], x)[0] if needs_weight else None
+        return grad_x, grad_weight, grad.sum(0) if needs_bias else None, None
