@@ -71,7 +71,7 @@ class FlatParameters:
         values_of: Callable[[nn.Parameter], Tensor],
         context: FlatContext,
     ):
-        self.lifetime, self._guard, self._scales = lifetime, context.guard, context.scales
+        self.lifetime, self._guard = lifetime, context.guard
         shapes = {name: real_shape(p) for name, p in params.items()}
         levels = context.levels
         alignment, grain = context.config.alignment, context.config.grain(levels)
@@ -100,8 +100,8 @@ class FlatParameters:
         self.buckets = [self._bucket(elements, context) for elements in self.layout.buckets]
         for bucket, master in zip(self.buckets, masters, strict=False):
             bucket.master = master
-        self.is_coded = levels.inner.size > 1 and self.params[0] in context.scales
-        for bucket in self.buckets if self.is_coded else ():
+        is_coded = levels.inner.size > 1 and self.params[0] in context.scales
+        for bucket in self.buckets if is_coded else ():
             stretches = list(self.stretches(bucket.elements))
             bucket.params.codes = BucketCodes(context.scales, stretches, bucket.elements, bucket.group_shard)
         self._is_exact = True  # the full buffer has no values that codes stand for
@@ -118,6 +118,11 @@ class FlatParameters:
     @property
     def is_trainable(self) -> bool:
         return self.params[0].requires_grad
+
+    @property
+    def is_coded(self) -> bool:
+        """True if ranks send its parameters in FP8."""
+        return self.buckets[0].params.codes is not None
 
     @property
     def is_sharded(self) -> bool:
@@ -157,11 +162,10 @@ class FlatParameters:
         values = cut(self.full, elements)
         if self._is_exact:
             return values
-        values, codes = values.clone(), values.new_empty(values.shape, dtype=torch.uint8)
-        for stretch in self.stretches(elements):
-            part = cut(values, stretch.elements, elements.start)
-            self._scales.encode(stretch, part, out := cut(codes, stretch.elements, elements.start))
-            self._scales.decode(stretch, out, part)
+        values = values.clone()
+        for bucket in self.buckets:
+            if bucket.params.codes and (part := overlap(bucket.elements, elements)):
+                bucket.params.codes.round_trip(cut(values, part, elements.start), part)
         return values
 
     def gather_codes(self) -> dict[Bucket, Work]:

@@ -119,6 +119,14 @@ class BucketCodes:
             self._scales.encode(stretch, cut(own_values, part, self._own.start), cut(codes, part, self._elements.start))
         return cut(codes, self._own, self._elements.start)
 
+    def round_trip(self, values: Tensor, elements: range) -> None:
+        """Replace values of some elements of the bucket by those of their codes."""
+        codes = values.new_empty(values.shape, dtype=torch.uint8)
+        for stretch, part in _within(self._stretches, elements):
+            own, own_codes = cut(values, part, elements.start), cut(codes, part, elements.start)
+            self._scales.encode(stretch, own, own_codes)
+            self._scales.decode(stretch, own_codes, own)
+
     def decode(self, codes: Tensor, full: Tensor) -> None:
         """Write the values of all codes but those of this rank's shard, whose values `full` has."""
         for others in (range(self._elements.start, self._own.start), range(self._own.stop, self._elements.stop)):

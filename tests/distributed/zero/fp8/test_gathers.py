@@ -75,6 +75,9 @@ def train(layout: dict[str, Any], gather_dtype: Literal["fp8"] | None) -> dict[s
 
     step(0)
     step(1)
+    model.wait_for_updates()
+    persistent = [flat for flat in model.flats if flat.lifetime is Lifetime.PERSISTENT]
+    compared = {span.name: flat.as_sent(span.elements).clone() for flat in persistent for span in flat.layout.spans}
     with model.gathered() as whole:
         seen = {name: param.detach().clone() for name, param in whole.named_parameters()}
         with torch.no_grad():
@@ -93,6 +96,7 @@ def train(layout: dict[str, Any], gather_dtype: Literal["fp8"] | None) -> dict[s
     kept = [(flat, numel) for flat, numel in numels if flat in [*model.flats][-2:]]  # of the last block
     return {
         "losses": losses,
+        "compared": compared,
         "seen": seen,
         "states": full_state_dict(model, masters=True),
         "wire_bytes": wire_bytes,
@@ -125,6 +129,14 @@ def test_gathers_in_fp8_change_no_bit_and_no_value_that_is_read(layout):
         for kind in ("seen", "states", "unwrapped"):
             for name, values in before[kind].items():
                 assert after[kind][name].equal(values), (kind, name)
+
+
+def test_replicas_compare_what_was_sent():
+    """A rank has exact values of its own shard."""
+    for layout in LAYOUTS:
+        first, *others = (rank["compared"] for rank in trained()[(*layout.values(), "fp8")])
+        assert bool(first) == (layout["stage"] < 3)
+        assert all(values.equal(other[name]) for other in others for name, values in first.items())
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(map(str, layout.values())))
