@@ -159,9 +159,12 @@ class ZeroDataParallel(nn.Module):
 
     @torch.no_grad()
     def measure_weights(self) -> None:
-        """Find the scales of weights that are sent in FP8, after owned parameters have changed; all ranks call it."""
+        """Find the scales of weights that are sent in FP8, after owned parameters have changed; all ranks call it.
+
+        They are those of the master weights: copies to or from parameters may still run.
+        """
         owned = (
-            (stretch, bucket.owned_part(bucket.owned_values, stretch.elements))
+            (stretch, bucket.owned_part(bucket.master, stretch.elements).to(bucket.params.owned.dtype))
             for flat in self.flats
             if flat.is_coded
             for bucket in flat.buckets
@@ -229,7 +232,7 @@ class ZeroDataParallel(nn.Module):
         finally:
             for unit in units:
                 unit.stop_watch(reader)
-        self.measure_weights()  # of what may have been written
+            self.measure_weights()  # of what may have been written; a rank that raises takes part in it too
 
     def unwrap(self, device: torch.device | None = None) -> nn.Module:
         """Return the module without this wrapper, with all of its parameters on every rank, and on `device` if given.

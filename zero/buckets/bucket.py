@@ -329,11 +329,6 @@ class Bucket:
         self.master.copy_(values)  # returns early if both are the same memory
 
     @property
-    def owned_values(self) -> Tensor:
-        """The owned parameters after an update, from the master weights: copies to or from parameters may still run."""
-        return self.master.to(self.params.owned.dtype)
-
-    @property
     def casts_gradient(self) -> bool:
         """True if the optimizer needs the owned gradient in another type, that of the master weights."""
         return self.grads.path.types.accumulate is not self.master.dtype

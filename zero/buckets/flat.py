@@ -71,7 +71,7 @@ class FlatParameters:
         values_of: Callable[[nn.Parameter], Tensor],
         context: FlatContext,
     ):
-        self.lifetime, self._guard, self._scales = lifetime, context.guard, context.scales
+        self.lifetime, self._guard = lifetime, context.guard
         shapes = {name: real_shape(p) for name, p in params.items()}
         levels = context.levels
         alignment, grain = context.config.alignment, context.config.grain(levels)
@@ -100,8 +100,8 @@ class FlatParameters:
         self.buckets = [self._bucket(elements, context) for elements in self.layout.buckets]
         for bucket, master in zip(self.buckets, masters, strict=False):
             bucket.master = master
-        self.is_coded = levels.inner.size > 1 and self.params[0] in context.scales
-        for bucket in self.buckets if self.is_coded else ():
+        is_coded = levels.inner.size > 1 and self.params[0] in context.scales
+        for bucket in self.buckets if is_coded else ():
             stretches = list(self.stretches(bucket.elements))
             bucket.params.codes = BucketCodes(context.scales, stretches, bucket.elements, bucket.group_shard)
         self._is_exact = True  # the full buffer has no values that codes stand for
@@ -120,16 +120,26 @@ class FlatParameters:
         return self.params[0].requires_grad
 
     @property
+    def is_coded(self) -> bool:
+        """True if ranks send its parameters in FP8."""
+        return self.buckets[0].params.codes is not None
+
+    @property
+    def unsharding_bytes(self) -> int:
+        """The bytes that unsharding allocates: the full buffer, and codes until they are decoded."""
+        return self.full.numel() * (self.full.element_size() + self.is_coded)
+
+    @property
     def is_sharded(self) -> bool:
         """True if the full buffer is freed: `start_unshard` would launch all-gathers."""
         return self._state is FullState.SHARDED
 
-    def start_unshard(self) -> None:
-        """Allocate the full buffer and launch its all-gathers, if it is sharded."""
+    def start_unshard(self, *, exact: bool = False) -> None:
+        """Allocate the full buffer and launch its all-gathers, if it is sharded; with `exact`, not of codes."""
         if self.is_sharded:
             restore_storage(self.full)
-            self._gathers = [bucket.params.all_gather(exact=False) for bucket in self.buckets]
-            self._state, self._is_exact = FullState.UNSHARDING, not self.is_coded
+            self._gathers = [bucket.params.all_gather(exact=exact) for bucket in self.buckets]
+            self._state, self._is_exact = FullState.UNSHARDING, exact or not self.is_coded
 
     def unshard(self) -> None:
         """Make the parameters readable by what is launched after this."""
@@ -147,7 +157,7 @@ class FlatParameters:
         """Gather again what came as codes: for readers that are no products in FP8. It must be unsharded."""
         if not self._is_exact:
             if self.lifetime is Lifetime.TRANSIENT and self._versions != self.versions():
-                self.keep_writes()  # before the gather replaces them
+                self._check_exact()
             for bucket in self.buckets:
                 bucket.params.all_gather().wait()
             self._is_exact = True
@@ -157,17 +167,16 @@ class FlatParameters:
         values = cut(self.full, elements)
         if self._is_exact:
             return values
-        values, codes = values.clone(), values.new_empty(values.shape, dtype=torch.uint8)
-        for stretch in self.stretches(elements):
-            part = cut(values, stretch.elements, elements.start)
-            self._scales.encode(stretch, part, out := cut(codes, stretch.elements, elements.start))
-            self._scales.decode(stretch, out, part)
+        values = values.clone()
+        for bucket in self.buckets:
+            if bucket.params.codes and (part := overlap(bucket.elements, elements)):
+                bucket.params.codes.round_trip(cut(values, part, elements.start), part)
         return values
 
-    def gather_codes(self) -> dict[Bucket, Work]:
-        """Launch the gathers of updated parameters that persist and are sent as codes."""
+    def gather_codes(self, buckets: Iterable[Bucket]) -> dict[Bucket, Work]:
+        """Launch the gathers of some buckets of updated parameters that persist and are sent as codes."""
         self._is_exact = False
-        return {bucket: bucket.params.all_gather(exact=False) for bucket in self.buckets}
+        return {bucket: bucket.params.all_gather(exact=False) for bucket in buckets}
 
     def stretches(self, elements: range) -> Iterator[Stretch]:
         """Iterate over the parts of parameters in a range of the buffer."""
@@ -200,6 +209,7 @@ class FlatParameters:
         if self._state is FullState.UNSHARDING:
             self._wait_for_gathers()  # before the memory that they write is freed
         elif self._versions != self.versions():
+            self._check_exact()
             self.keep_writes()
         for param, placeholder in self._placeholders.items():
             self._guard.guard(param)
@@ -301,6 +311,16 @@ class FlatParameters:
             grads = GradShard(ranges, types, context.config.policy, levels, context.offload)
             self._guard.gradients.append(grads)
         return Bucket(ranges, params, grads, context.offload)
+
+    def _check_exact(self) -> None:
+        """Raise RuntimeError, once, if parameters were written whose values came as codes: nobody knows new scales."""
+        if not self._is_exact:
+            self._versions = self.versions()
+            raise RuntimeError(
+                f"{self._guard.names[self.params[0]]}, or a weight beside it, is gathered in FP8 and was written "
+                "outside gathered(), where no rank knows its new scale; write it inside `with model.gathered():`, on all "
+                "ranks"
+            )
 
     def _wait_for_gathers(self) -> None:
         for gather in self._gathers:

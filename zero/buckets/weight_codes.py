@@ -13,6 +13,7 @@ rounds to; whoever reads parameters, as in `gathered()`, has the others gathered
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -54,8 +55,12 @@ class WeightScales:
             for param, sizes in self._sizes_of.items()
         ]
         self._amax = torch.zeros(sum(shape.numel() for shape in shapes), device=device)
-        parts = self._amax.split([shape.numel() for shape in shapes])
-        self._amax_of = {p: part.view(shape) for p, part, shape in zip(self._sizes_of, parts, shapes, strict=True)}
+        self._scales = self._amax
+        stops = list(accumulate(shape.numel() for shape in shapes))
+        self._grid_of = {
+            param: (range(stop - shape.numel(), stop), shape)
+            for param, shape, stop in zip(self._sizes_of, shapes, stops, strict=True)
+        }
 
     def __contains__(self, param: object) -> bool:
         return param in self._sizes_of
@@ -64,31 +69,35 @@ class WeightScales:
         """Set the scales to those of the weights of which the ranks of `owners` have these parts; all ranks call it."""
         if not self._sizes_of:
             return
-        self._amax.zero_()
+        on_device = {self._amax.device: self._amax.zero_()}  # and where master weights are, if that is another one
         for stretch, values in owned:
+            amax_there = on_device.setdefault(values.device, torch.zeros_like(self._amax, device=values.device))
             for place, (part,) in _rectangles(stretch, values):
                 rows, columns = sizes = self._sizes_of[stretch.param]
                 before = place.column % columns, 0, place.row % rows, 0
                 found = Blocks(*sizes).split(F.pad(part.bfloat16(), before)).abs().amax((1, 3))
-                amax = self._amax_in(stretch.param, place)
+                amax = self._in_grid(amax_there, stretch.param, place)
                 torch.maximum(amax, found.to(amax), out=amax)
+        for elsewhere in on_device.values():
+            torch.maximum(self._amax, elsewhere.to(self._amax.device), out=self._amax)
         self._amax.nan_to_num_(nan=torch.inf, posinf=torch.inf)  # a maximum of NaN is not NaN with every backend
         owners.all_reduce(self._amax, out=self._amax, op=dist.ReduceOp.MAX).wait()
+        self._scales = scale_of(self._amax)
 
     def encode(self, stretch: Stretch, values: Tensor, out: Tensor) -> None:
         """Write the codes, bytes, of values of a weight, rounded to bf16."""
         for place, (part, codes) in _rectangles(stretch, values, out):
-            codes.copy_(encode(part.bfloat16(), self._scales(stretch.param, place)).view(torch.uint8))
+            codes.copy_(encode(part.bfloat16(), self._scales_of(stretch.param, place)).view(torch.uint8))
 
     def decode(self, stretch: Stretch, codes: Tensor, out: Tensor) -> None:
         """Write the values that codes stand for."""
         for place, (part, values) in _rectangles(stretch, codes, out):
-            scales = self._scales(stretch.param, place)
+            scales = self._scales_of(stretch.param, place)
             values.copy_(part.view(CODES).to(scales.dtype) * scales)
 
-    def _scales(self, param: nn.Parameter, place: Rectangle) -> Tensor:
+    def _scales_of(self, param: nn.Parameter, place: Rectangle) -> Tensor:
         """Return the scale of each element of a part of a weight, or one scale for all of them."""
-        scales = scale_of(self._amax_in(param, place))
+        scales = self._in_grid(self._scales, param, place)
         if scales.numel() == 1:
             return scales
         of_rows, of_columns = (
@@ -97,13 +106,14 @@ class WeightScales:
         )
         return scales[of_rows][:, of_columns]
 
-    def _amax_in(self, param: nn.Parameter, place: Rectangle) -> Tensor:
-        """Return a view of the largest magnitudes of the blocks that a part of a weight touches."""
+    def _in_grid(self, of_all: Tensor, param: nn.Parameter, place: Rectangle) -> Tensor:
+        """Return a view of what a tensor has for the blocks that a part of a weight touches."""
         rows, columns = (
             slice(first // size, (first + number - 1) // size + 1)
             for first, number, size in zip(place[:2], place[2:], self._sizes_of[param], strict=True)
         )
-        return self._amax_of[param][rows, columns]
+        elements, shape = self._grid_of[param]
+        return cut(of_all, elements).view(shape)[rows, columns]
 
 
 class BucketCodes:
@@ -118,6 +128,14 @@ class BucketCodes:
         for stretch, part in _within(self._stretches, self._own):
             self._scales.encode(stretch, cut(own_values, part, self._own.start), cut(codes, part, self._elements.start))
         return cut(codes, self._own, self._elements.start)
+
+    def round_trip(self, values: Tensor, elements: range) -> None:
+        """Replace values of some elements of the bucket by those of their codes."""
+        codes = values.new_empty(values.shape, dtype=torch.uint8)
+        for stretch, part in _within(self._stretches, elements):
+            own, own_codes = cut(values, part, elements.start), cut(codes, part, elements.start)
+            self._scales.encode(stretch, own, own_codes)
+            self._scales.decode(stretch, own_codes, own)
 
     def decode(self, codes: Tensor, full: Tensor) -> None:
         """Write the values of all codes but those of this rank's shard, whose values `full` has."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel.errors import ConfigError
-from parallel.tensor.products import OWN_PRECISION
+from parallel.tensor.products import OWN_PRECISION, OwnPrecision
 from zero.fp8.kernels import Device
 from zero.fp8.products import ScaledProducts
 from zero.fp8.scaling import RECIPES, RecipeName
@@ -38,16 +38,20 @@ def convert(
     Convert before the module is wrapped. Layers are `nn.Linear` and split layers (parallel/tensor); those for which
     `keep` is true, and subclasses of `nn.Linear`, keep their precision. Parameters keep their type, fp32 or bf16.
     `emulate` computes with the values of the codes, which is slower than bf16; on a CPU, which has no kernels, this is
-    always so. `device`: the one whose kernels are used; None: the module's.
+    always so. `device`: one whose kernels are imitated. Linear layers inside `nn.TransformerEncoderLayer`, which in
+    evaluation reads their weights by itself, are left as they are.
     Raises ConfigError if nothing is converted, or a parameter is in fp16.
     """
     if recipe not in RECIPES:
         raise ConfigError(f"zero.fp8.convert: recipe={recipe!r} is not known; choose one of {', '.join(RECIPES)}")
-    device = device or Device.of(next(module.parameters()).device)
-    products = ScaledProducts(recipe, None if emulate or device.kind == "cpu" else device, use_fast_accum)
+    products = ScaledProducts(recipe, emulate, use_fast_accum, device)
+    read_by_others = {
+        layer for part in module.modules() if isinstance(part, nn.TransformerEncoderLayer) for layer in part.modules()
+    }
     names = []
     for name, layer in module.named_modules():
-        if not (type(layer) is nn.Linear or hasattr(layer, "products")) or keep(name, layer):
+        has_products = isinstance(getattr(layer, "products", None), OwnPrecision | ScaledProducts)
+        if not (type(layer) is nn.Linear or has_products) or layer in read_by_others or keep(name, layer):
             continue
         if any(weight.dtype is torch.float16 for weight in layer.parameters(recurse=False)):
             raise ConfigError(f"zero.fp8.convert: {name} is in fp16; convert the module to bf16 first")

@@ -5,6 +5,7 @@ they accept what CUDA refuses. The rows follow torch's CUDA sources (`_scaled_mm
 """
 
 from collections.abc import Mapping
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ class Device(NamedTuple):
     cublaslt: int = 0  # version, such as 120900
 
     @classmethod
+    @cache
     def of(cls, device: torch.device) -> "Device":
         """Return the facts of a device of this machine."""
         if device.type != "cuda":

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 from parallel.tensor.products import Tensors
 from zero.fp8.kernels import Device, emulated, launched, refusal
@@ -25,22 +26,31 @@ from zero.fp8.scaling import RECIPES, Recipe, RecipeName, Scaled, quantize
 class ScaledProducts:
     """Products of quantized operands: `Products` of layers in FP8.
 
-    They are computed by kernels of `device` that add up in fp32, or in Hopper's fewer bits if `use_fast_accum`; without
-    a device, from the values of the codes, in at least fp32.
+    They are computed by kernels that add up in fp32, or in Hopper's fewer bits if `use_fast_accum`; on a CPU, or if
+    they are emulated, from the values of the codes, in at least fp32. `device`: another one than that of the operands,
+    which a dry run imitates.
     """
 
     recipe: RecipeName
-    device: Device | None
+    emulates: bool = False
     use_fast_accum: bool = False
+    device: Device | None = None
 
     @property
     def _recipe(self) -> Recipe:
         return RECIPES[self.recipe]
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return y, with a graph."""
-        y = _Linear.apply(x.flatten(0, -2), weight, bias, self)
-        return y.unflatten(0, x.shape[:-1])
+        """Return y, with a graph. Raises ValueError if x is in fp16."""
+        if x.dtype is torch.float16:
+            raise ValueError("a product in FP8 has an input in fp16, whose range is smaller; use bf16")
+        if not x.numel():
+            return F.linear(x, weight, bias)
+        if torch.is_autocast_enabled(x.device.type):
+            with torch.autocast(x.device.type, enabled=False):
+                return self.linear(x.to(torch.get_autocast_dtype(x.device.type)), weight, bias)
+        y = _Linear.apply(x.reshape(-1, x.shape[-1]), weight, bias, self)
+        return y.view(*x.shape[:-1], -1)
 
     def outputs(self, x: Tensor, weights: Tensors, biases: Tensors) -> list[Tensor]:
         """Return y for each weight, without a graph."""
@@ -66,10 +76,11 @@ class ScaledProducts:
         )
 
     def _product(self, a: Scaled, b: Scaled, dtype: torch.dtype) -> Tensor:
-        if self.device is None:
+        device = self.device or Device.of(a.codes.device)
+        if self.emulates or device.kind == "cpu":
             return emulated(a, b, dtype)
         shape = a.codes.shape[0], b.codes.shape[0], a.codes.shape[1]
-        if (reason := refusal(self.recipe, self.device, dtype, shape)) is not None:
+        if (reason := refusal(self.recipe, device, dtype, shape)) is not None:
             raise ValueError(f"a product in FP8 cannot be computed: {reason}; emulate it, or pad the layer")
         return launched(a, b, dtype, use_fast_accum=self.use_fast_accum)
 

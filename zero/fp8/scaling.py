@@ -131,7 +131,8 @@ def _encoded(parts: Tensor, scales: Tensor, code: str) -> Tensor:
     dim = int(parts.shape[0] == 1)
     at_once = max(1, ENCODED_AT_ONCE * parts.shape[dim] // max(1, parts.numel()))
     of_parts = scales.expand(parts.shape).split(at_once, dim)
-    return torch.cat([encode(*pair, code) for pair in zip(parts.split(at_once, dim), of_parts, strict=True)], dim)
+    encoded = [encode(*pair, code) for pair in zip(parts.split(at_once, dim), of_parts, strict=True)]
+    return encoded[0] if len(encoded) == 1 else torch.cat(encoded, dim)
 
 
 def encode(values: Tensor, scales: Tensor, code: str = "e4m3") -> Tensor:

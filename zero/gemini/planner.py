@@ -77,7 +77,7 @@ class PlacementPlanner(Residency):
         Raises ConfigError if it does not: no step could run.
         """
         budget_bytes = self.recorder.budget_bytes
-        num_bytes = [sum(flat.full.element_size() * flat.full.numel() for flat in unit.flats) for unit in units]
+        num_bytes = [sum(flat.unsharding_bytes for flat in unit.flats) for unit in units]
         least = sum(sorted(num_bytes)[-2:]) + staging_bytes
         if least > budget_bytes:
             raise ConfigError(
@@ -194,7 +194,7 @@ def choose_units(orders: UnitOrders, prefetch_numel: int, room_bytes: int) -> Un
     Elements that are prefetched take at most half of the room, and none of it if that does not hold each of the units.
     """
     units = {unit for order in orders.values() for unit in order.current}
-    itemsize = max((flat.full.element_size() for unit in units for flat in unit.flats), default=1)
+    itemsize = max((-(-flat.unsharding_bytes // flat.full.numel()) for u in units for flat in u.flats), default=1)
     numels = [unit.transient_numel for unit in units]
     ahead_numel = min(prefetch_numel, sum(numels), room_bytes // 2 // itemsize)
     if any(numel > ahead_numel for numel in numels):

@@ -106,7 +106,7 @@ class PublishedGathers:
             if flat.is_coded and flat.lifetime is Lifetime.PERSISTENT:
                 for gather in gathers.values():
                     gather.wait()
-                gathers = flat.gather_codes()
+                gathers = flat.gather_codes(gathers)
             if overlaps and flat.lifetime is Lifetime.PERSISTENT:
                 flat.let_updates_run(gathers)
             else:

@@ -63,18 +63,18 @@ class Unit:
         return any(not isinstance(reader, Unit) for reader in self._readers)
 
     @outside_of_transforms
-    def start_unshard(self) -> None:
-        """Launch the all-gathers, if any of its parameters are sharded."""
+    def start_unshard(self, *, exact: bool = False) -> None:
+        """Launch the all-gathers, if any of its parameters are sharded; with `exact`, in their own type."""
         if any(flat.is_sharded for flat in self.flats):
             self._before_gather()
         for flat in self.flats:
-            flat.start_unshard()
+            flat.start_unshard(exact=exact)
 
     @outside_of_transforms
-    def retain(self, reader: object) -> None:
+    def retain(self, reader: object, *, exact: bool = False) -> None:
         """Make the parameters readable until `reader` releases them."""
         self._readers.add(reader)
-        self.start_unshard()
+        self.start_unshard(exact=exact)
         for flat in self.flats:
             flat.unshard()
 
@@ -111,7 +111,7 @@ class Unit:
 
     def watch(self, reader: object) -> None:
         """Retain the unit, and have reads of its parameters reported."""
-        self.retain(reader)
+        self.retain(reader, exact=True)
         self._read_exactly()
         self._watchers.add(reader)
         for flat in self.flats:
@@ -126,13 +126,14 @@ class Unit:
 
     def unwrap(self, device: torch.device | None) -> None:
         """Give the parameters their values in memory of their own."""
-        self.unshard()
+        self.retain(self, exact=True)
         self._read_exactly()
         for flat in self.flats:
             flat.unwrap(device)
         self._readers.clear()
 
     def _read_exactly(self) -> None:
+        """Gather again what was unsharded before, by codes."""
         if any(flat.is_coded for flat in self.flats):
             self._before_gather()
         for flat in self.flats:

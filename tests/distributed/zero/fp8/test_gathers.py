@@ -1,6 +1,7 @@
 """Weights gathered in FP8: bits and states as with gathers in bf16, half the bytes, and exact values to be read."""
 
 import itertools
+from contextlib import suppress
 from functools import cache
 from typing import Any, Literal
 
@@ -13,7 +14,7 @@ from parallel.errors import ConfigError
 from parallel.mesh import Mesh
 from tests.deferred import run_late
 from tests.pairwise import pairwise
-from tests.ranks import run_cases
+from tests.ranks import run_cases, run_ranks
 from zero.engine import ZeroDataParallel
 from zero.formulas.traffic import axis_bytes
 from zero.memory.placement import OffloadConfig
@@ -75,6 +76,9 @@ def train(layout: dict[str, Any], gather_dtype: Literal["fp8"] | None) -> dict[s
 
     step(0)
     step(1)
+    model.wait_for_updates()
+    persistent = [flat for flat in model.flats if flat.lifetime is Lifetime.PERSISTENT]
+    compared = {span.name: flat.as_sent(span.elements).clone() for flat in persistent for span in flat.layout.spans}
     with model.gathered() as whole:
         seen = {name: param.detach().clone() for name, param in whole.named_parameters()}
         with torch.no_grad():
@@ -93,6 +97,7 @@ def train(layout: dict[str, Any], gather_dtype: Literal["fp8"] | None) -> dict[s
     kept = [(flat, numel) for flat, numel in numels if flat in [*model.flats][-2:]]  # of the last block
     return {
         "losses": losses,
+        "compared": compared,
         "seen": seen,
         "states": full_state_dict(model, masters=True),
         "wire_bytes": wire_bytes,
@@ -125,6 +130,14 @@ def test_gathers_in_fp8_change_no_bit_and_no_value_that_is_read(layout):
         for kind in ("seen", "states", "unwrapped"):
             for name, values in before[kind].items():
                 assert after[kind][name].equal(values), (kind, name)
+
+
+def test_replicas_compare_what_was_sent():
+    """A rank has exact values of its own shard."""
+    for layout in LAYOUTS:
+        first, *others = (rank["compared"] for rank in trained()[(*layout.values(), "fp8")])
+        assert bool(first) == (layout["stage"] < 3)
+        assert all(values.equal(other[name]) for other in others for name, values in first.items())
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(map(str, layout.values())))
@@ -169,3 +182,31 @@ def test_weights_that_cannot_be_sent_in_fp8_are_refused(recipe, named):
         zero.fp8.convert(module, recipe)
     with pytest.raises(ConfigError, match=rf"gather_dtype=fp8.*{named}"):
         ZeroDataParallel(module, Mesh.create(tensor_size=1).data, ZeroConfig(3, gather_dtype="fp8"))
+
+
+def write_elsewhere() -> list[str]:
+    """Write a weight in a forward, then in `gathered()` on ranks of which one raises, and train on."""
+    module = Chain().bfloat16()
+    zero.fp8.convert(module)
+    model = ZeroDataParallel(module, Mesh.create(tensor_size=1).data, ZeroConfig(3, BUCKET_NUMEL, gather_dtype="fp8"))
+    weight, x = module.blocks[0][1].weight, torch.ones(2, WIDTH).bfloat16()
+    found = []
+    with torch.no_grad():
+        handle = module.blocks[0][1].register_forward_pre_hook(lambda *_: weight.mul_(8))
+        try:
+            model(x)
+        except RuntimeError as error:
+            found.append(str(error))
+        handle.remove()
+    with suppress(KeyError), model.gathered(), torch.no_grad():
+        weight.fill_(3.0)
+        if model.data.rank == 0:
+            raise KeyError
+    found.append(str(model(x).abs().max().item()))
+    return found
+
+
+def test_a_write_with_scales_that_nobody_knows_raises_and_one_that_fails_is_measured():
+    first, second = run_ranks(2, write_elsewhere)
+    assert "blocks.0.1.weight" in first[0]
+    assert first == second

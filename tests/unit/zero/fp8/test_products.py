@@ -38,7 +38,7 @@ def bound(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_three_products_are_those_of_the_quantized_operands(recipe, dtype):
-    products, row = ScaledProducts(recipe, None), RECIPES[recipe]
+    products, row = ScaledProducts(recipe), RECIPES[recipe]
     for shape in SHAPES:
         x, weight, grad = (tensor.requires_grad_() for tensor in operands(shape, dtype))
         y = products.linear(x, weight, None)
@@ -64,6 +64,30 @@ def test_a_linear_layer_takes_any_leading_dims_and_a_bias():
     torch.testing.assert_close(y, plain, rtol=0, atol=0.1)
     assert layer.bias.grad.equal(torch.full((8,), 6.0))
     assert type(layer).__name__ in repr(layer)
+
+
+def test_a_layer_takes_what_a_plain_one_takes():
+    layer, plain = nn.Linear(24, 8), nn.Linear(24, 8)
+    plain.load_state_dict(layer.state_dict())
+    zero.fp8.convert(nn.Sequential(layer))
+    for shape in ((24,), (0, 24), (2, 0, 24), (3, 24)):
+        x = torch.ones(shape, requires_grad=True)
+        assert layer(x).shape == plain(x).shape
+        layer(x).sum().backward()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(torch.ones(3, 24)).dtype is torch.bfloat16
+    with pytest.raises(ValueError, match="fp16"):
+        layer(torch.ones(3, 24, dtype=torch.float16))
+
+
+def test_layers_that_are_read_by_others_or_are_none_keep_their_precision():
+    class Shop(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.products, self.counter = [1, 2], nn.Linear(8, 8)
+
+    encoder = nn.TransformerEncoderLayer(8, 2, 16)
+    assert zero.fp8.convert(nn.ModuleList([Shop(), encoder])) == ["0.counter"]
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
@@ -92,7 +116,7 @@ def test_each_value_is_within_half_a_step_of_its_code(recipe):
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_zeros_denormals_and_one_huge_element(recipe, dtype):
-    products = ScaledProducts(recipe, None)
+    products = ScaledProducts(recipe)
     weight = torch.ones(3, 16, dtype=dtype)
     zeros, tiny, huge = torch.zeros(1, 16, dtype=dtype), torch.zeros(1, 16, dtype=dtype), torch.ones(1, 16, dtype=dtype)
     tiny[0, 0], huge[0, 0] = 2.0**-130, 3e38
@@ -110,7 +134,7 @@ def test_an_element_that_is_not_finite_makes_products_nan(recipe, value):
     x, weight, _ = operands((4, 256, 8))
     for broken in (x, weight):
         before, broken[1, 3] = broken[1, 3].clone(), value
-        (y,) = ScaledProducts(recipe, None).outputs(x, [weight], [])
+        (y,) = ScaledProducts(recipe).outputs(x, [weight], [])
         assert (y[1] if broken is x else y[:, 1]).isnan().all()
         broken[1, 3] = before
 
