@@ -318,7 +318,7 @@ class FlatParameters:
             self._versions = self.versions()
             raise RuntimeError(
                 f"{self._guard.names[self.params[0]]}, or a weight beside it, is gathered in FP8 and was written "
-                "outside gathered(), where no rank knows its new scale; write it inside `with model.gathered():`, on all "
+                "outside gathered(), where no rank knows its new scale; write it in `with model.gathered():` on all "
                 "ranks"
             )
 
