@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lab.observe.fake_tensors import QuickFakeTensorMode, instances_in
-from lab.observe.kernel_log import Kernel, KernelLog, attention_of, product_of
+from lab.observe.kernel_log import Kernel, KernelLog, attention_of, product_of, recipe_of
 from lab.observe.operation_observer import observe_operations
 from parallel.torch_internals import schema_of
 
@@ -130,15 +130,17 @@ def _compiled_kernels(build: Build) -> dict[str, list[Kernel]]:
     with mode:
         function, arguments = build()
         parameters = _parameters(function)
+        leaves, structure = inductor.tree_flatten(arguments)  # tensors inside others, such as rotations, are inputs too
 
         def of_tensors(*tensors: Tensor) -> Any:
             given = iter(tensors)
-            called_with = tuple(next(given) if isinstance(a, Tensor) else a for a in arguments)
+            own = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            called_with = inductor.tree_unflatten(own, structure)
             if not isinstance(function, nn.Module):
                 return function(*called_with)
             return torch.func.functional_call(function, {name: next(given) for name in parameters}, called_with)
 
-        tensors = [*(argument for argument in arguments if isinstance(argument, Tensor)), *parameters.values()]
+        tensors = [*(leaf for leaf in leaves if isinstance(leaf, Tensor)), *parameters.values()]
         graphs = inductor.trace(of_tensors, tensors, mode)
     return {
         phase: [
@@ -162,8 +164,8 @@ def _kernel(node: Any) -> Kernel:
     if node.is_extern() and names:
         inputs = [a.meta["val"] if isinstance(a, torch.fx.Node) else a for a in operations[0].args]
         name, dtype = names[0], results[0].dtype if results else dtype
-        attention = attention_of(name, inputs)
-        return Kernel(name, "", inductor.bytes_of(node), dtype, product_of(name, inputs), attention=attention)
+        kernel = Kernel(name, "", inductor.bytes_of(node), dtype, product_of(name, inputs))
+        return replace(kernel, attention=attention_of(name, inputs), recipe=recipe_of(name, inputs))
     named = sorted({name for name in names if name not in NOT_NAMED} or set(names))
     return Kernel("compiled " + "+".join(named[:MOST_NAMES]), "", inductor.bytes_of(node), dtype)
 

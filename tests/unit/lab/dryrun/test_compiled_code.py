@@ -35,6 +35,23 @@ def test_every_block_of_every_micro_batch_is_compiled(stage: int):
         assert max(after) <= len(compiled.kernels)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--model.positions=rope", "--model.mlp=swiglu", "--model.num_kv_heads=2", "--model.norm=rms"),
+        ("--train.matmul=fp8", "--train.fp8.recipe=rowwise"),
+    ],
+)
+def test_blocks_of_llama_and_those_in_fp8_are_compiled_too(options: tuple[str, ...]):
+    kinds = "none", "blocks"
+    eager, compiled = (recording(*options, "--dry_run.backend=nccl", f"--train.compile={kind}") for kind in kinds)
+    products = [Counter((k.product, k.recipe) for k in found.kernels if k.product) for found in (eager, compiled)]
+    assert products[0].keys() == products[1].keys()
+    assert sum(k.flops for k in compiled.kernels) == sum(k.flops for k in eager.kernels)
+    assert sum(k.num_bytes for k in compiled.kernels) < sum(k.num_bytes for k in eager.kernels)
+    assert sum(k.name.startswith("compiled") for k in compiled.kernels) > 2 * 2, "layers x micro-batches"
+
+
 def test_the_loss_is_compiled_on_gpus():
     on_cpus, on_gpus = (recording(f"--dry_run.backend={backend}") for backend in ("gloo", "nccl"))
     assert sum(kernel.name == "amax" for kernel in on_cpus.kernels) == 2, "micro-batches"
