@@ -50,22 +50,21 @@ class Trainer:
             self._watch.beat,
             self._records.on_save,
         )
-        self._roll_backs = RollBacks(settings.guard, state.guard)
         self._nodes = find_nodes(world)
         console.show(node_table(self._nodes, state.mesh))
         places = [f"node {node}, local rank {rank % world.local_size}" for rank, node in enumerate(self._nodes)]
         self._auditor = Auditor(settings.guard.audit_every, state, corpus.training, places)
-        self._layout = {
+        self._profiler = Profiler(settings.profile, state.mesh, state.device, self._records.folder)
+        layout = {
             "ranks": world.size,
             "zero_stage": settings.zero.stage,
             "tensor_size": state.mesh.tensor.size,
             "context_size": state.mesh.context.size,
         }
-        self._profiler = Profiler(settings.profile, state.mesh, state.device, self._records.folder)
         self._throughput = Throughput(
             settings.model,
             corpus.tokens_per_sample,
-            world.size,
+            layout,
             state.activations.recomputes,
             peak_flops(settings.train, state.device),
         )
@@ -87,7 +86,8 @@ class Trainer:
                 self._watch.running(),
                 self._console.progress(first, self._settings.train.steps),
             ):
-                while not self._run_steps():
+                roll_backs = RollBacks(self._settings.guard, self._state.guard)
+                while not self._run_steps(roll_backs):
                     pass
                 self._auditor.raise_found()
                 if self._watch.has_stopped:
@@ -100,7 +100,7 @@ class Trainer:
         finally:
             self._recovery.release()
 
-    def _run_steps(self) -> bool:
+    def _run_steps(self, roll_backs: RollBacks) -> bool:
         """Run steps until the last one, a signal or a roll-back; return False after a roll-back."""
         self._throughput.restart()
         self._auditor.restart()
@@ -121,7 +121,7 @@ class Trainer:
                 if record:
                     self._records.append(record)
                     skipped_in_a_row.check(record["step"], record["skipped_steps"])
-                    if self._roll_backs.is_due(record["step"]):
+                    if roll_backs.is_due(record["step"]):
                         self._progress = self._recovery.roll_back(self._progress)
                         self._records.roll_back(self._progress.step)
                         return False
@@ -219,7 +219,7 @@ class Trainer:
             "lr": lr,
             "tokens": round(progress.consumed_samples * self._corpus.tokens_per_sample),
             "unix_time": round(time.time(), 3),
-        } | self._layout
+        }
         record |= self._throughput.measure() | peak_memory(self._state.device, self._state.model.planner.earlier_peaks)
         record |= memory_by_kind(self._state.model, self._state.optimizer)
         record["skipped_steps"] = int(optimizer.num_skipped.item())

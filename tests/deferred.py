@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from parallel.mesh import Axis, _first_named
+from parallel.torch_internals import schema_of
 from tests.ranks import run_ranks
 from tests.simulated_streams import Action, Output, Race, Region, Stream, Streams, Work
 from zero.memory import placement
@@ -63,7 +64,7 @@ class LateOperations(TorchDispatchMode):
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if self._streams.is_running or not tensors or function.is_view or _is_alias(function):
             return function(*args, **kwargs)
-        if any("Tensor" not in str(returned.type) for returned in function._schema.returns):
+        if any("Tensor" not in str(returned.type) for returned in schema_of(function).returns):
             self._stream.synchronize()  # the host reads a value
             return function(*args, **kwargs)
         written = _written(function, args, kwargs)
@@ -104,14 +105,14 @@ class HostAllocations(TorchDispatchMode):
 
 def _is_alias(function: Any) -> bool:
     """Return whether the result is the argument itself, such as that of `detach`."""
-    infos = [argument.alias_info for argument in function._schema.arguments]
+    infos = [argument.alias_info for argument in schema_of(function).arguments]
     return any(info is not None and not info.is_write for info in infos)
 
 
 def _written(function: Any, args: tuple, kwargs: dict) -> list[tuple[Tensor, bool]]:
     """Return the arguments that an operation writes, each with whether it is read before."""
     written = []
-    for number, argument in enumerate(function._schema.arguments):
+    for number, argument in enumerate(schema_of(function).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[number] if number < len(args) else kwargs[argument.name]
             is_only_written = argument.is_out or function.overloadpacket.__name__ in ("copy_", "fill_", "zero_")

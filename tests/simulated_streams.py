@@ -50,25 +50,25 @@ class Region:
         storage = tensor.untyped_storage()
         self._dtype, self._size, self._stride = tensor.dtype, tensor.size(), tensor.stride()
         self._offset = tensor.storage_offset()
-        self._storage, self._kept = StorageWeakRef(storage), storage if is_kept else None
+        self.storage, self._kept = StorageWeakRef(storage), storage if is_kept else None
         extent = 1 + sum((n - 1) * step for n, step in zip(self._size, self._stride, strict=True))
         start = self._offset * tensor.itemsize
-        self._bytes = range(start, start + extent * tensor.itemsize if tensor.numel() else start)
+        self.bytes = range(start, start + extent * tensor.itemsize if tensor.numel() else start)
 
     def overlaps(self, other: "Region") -> bool:
-        a, b = self._bytes, other._bytes
-        return self._storage.cdata == other._storage.cdata and a.start < b.stop and b.start < a.stop
+        a, b = self.bytes, other.bytes
+        return self.storage.cdata == other.storage.cdata and a.start < b.stop and b.start < a.stop
 
     def is_same(self, other: "Region") -> bool:
-        return self._storage.cdata == other._storage.cdata and self._bytes == other._bytes
+        return self.storage.cdata == other.storage.cdata and self.bytes == other.bytes
 
     def is_in(self, storage: torch.UntypedStorage) -> bool:
-        return self._storage.cdata == storage._cdata
+        return self.storage.cdata == storage._cdata
 
     def tensor(self) -> Tensor:
         """Return the tensor. What is written to it gives the program's own tensors no new version, as with NCCL."""
-        storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
-        if storage is None or storage.nbytes() < self._bytes.stop:
+        storage = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)
+        if storage is None or storage.nbytes() < self.bytes.stop:
             raise Race("memory was freed before the work that uses it has run")
         return torch.empty(0, dtype=self._dtype).set_(storage, self._offset, self._size, self._stride)
 

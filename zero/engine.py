@@ -24,7 +24,7 @@ from zero.buckets.gradients import GradientReducer
 from zero.buckets.guarded_parameter import ParameterGuard, changes
 from zero.buckets.hashes import GradientHashes
 from zero.buckets.tensor_tree import cast_floating_point
-from zero.buckets.weight_codes import WeightCodes
+from zero.buckets.weight_codes import WeightScales
 from zero.checks import check_arguments, check_module, coded_weights, refuse_replacing
 from zero.gemini.chunks import search_chunk_size
 from zero.gemini.planner import PlacementPlanner
@@ -35,7 +35,7 @@ from zero.partition.config import ZeroConfig
 from zero.partition.stage import Levels, Lifetime
 from zero.torch_ranks import AxisLike, as_axis
 from zero.units.access import UnitAccess
-from zero.units.hooks import Hook, hook_readers
+from zero.units.hooks import Hook, ModuleHooks, PersistentHooks, hook_readers
 from zero.units.passes import Passes
 from zero.units.residency import Residency
 from zero.units.scheduler import UnitScheduler
@@ -94,8 +94,10 @@ class ZeroDataParallel(nn.Module):
         levels = config.policy.levels(data)
         numel = self._bucket_numel(own, levels, param_dtype or next(module.parameters()).dtype.to_real())
         gather_stream = SideStream(self.offload.device)
-        self._codes = WeightCodes(coded_weights(module, config), self.offload.device)
-        context = FlatContext(config, levels, numel, self.offload, self._guard, gather_stream, self._codes, param_dtype)
+        self._scales = WeightScales(coded_weights(module, config), self.offload.device)
+        context = FlatContext(
+            config, levels, numel, self.offload, self._guard, gather_stream, self._scales, param_dtype
+        )
         self._make_units(own, context, partial(_initial_values, data, init), launch_order)
         if init:
             restore_parameter_tables(module)  # after the last `pop_full`
@@ -105,18 +107,15 @@ class ZeroDataParallel(nn.Module):
         self.measure_weights()
         self.planner = self._residency()
         self._passes = Passes(self.reducer, launch_order)
-        refuse = Hook(refuse_replacing)
-        self._handles = [part.register_load_state_dict_pre_hook(refuse) for part in python_modules(module)]
-        self._handles += self._passes.watch_gradients()
-        before_forward: Callable[[], None] = self._passes.begin_forward
-        self._scheduler: UnitScheduler | None = None
         if unshards:
-            self._scheduler = UnitScheduler(module, self._access, self.planner, self._passes, self.reducer)
-            # That of the module itself begins the forward, also without this wrapper.
-            before_forward = self._scheduler.hooks.enclose_root
-        elif config.overlap_gather:
-            self._handles += hook_readers(module, self.wait_for_updates)
-        self._before_forward = torch.compiler.disable(before_forward)
+            scheduler = UnitScheduler(module, self._access, self.planner, self._passes, self.reducer)
+            self._hooks: ModuleHooks | PersistentHooks = scheduler.hooks
+        else:
+            readers = hook_readers(module, self.wait_for_updates) if config.overlap_gather else []
+            self._hooks = PersistentHooks(self._passes.begin_forward, readers)
+        refuse = Hook(refuse_replacing)
+        self._hooks.handles += [part.register_load_state_dict_pre_hook(refuse) for part in python_modules(module)]
+        self._hooks.handles += self._passes.watch_gradients()
 
     @property
     def levels(self) -> Levels:
@@ -153,7 +152,7 @@ class ZeroDataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
-        self._before_forward()
+        self._hooks.begin()
         if self._input_dtype is not None:
             args, kwargs = cast_floating_point((args, kwargs), self._input_dtype)
         return self.module(*args, **kwargs)
@@ -168,7 +167,7 @@ class ZeroDataParallel(nn.Module):
             for bucket in flat.buckets
             for stretch in flat.stretches(bucket.shard)
         )
-        self._codes.measure(owned, self.shard_axis)
+        self._scales.measure(owned, self.shard_axis)
 
     def register_forward_method(self, name: str, module: nn.Module | None = None) -> None:
         """Let a method of the module, or of `module` inside it, run by itself, as `forward` does.
@@ -181,8 +180,7 @@ class ZeroDataParallel(nn.Module):
             raise ValueError(
                 f"{name} is not a method of a module of this model; the module is a {type(owner).__name__}"
             )
-        if self._scheduler is not None:
-            self._scheduler.hooks.register_method(owner, name)
+        self._hooks.register_method(owner, name)
 
     def accumulate(self, num_micro_batches: int | None = None) -> AbstractContextManager[None]:
         """Accumulate gradients over the backwards inside this context; the first one after it completes the step.
@@ -244,11 +242,7 @@ class ZeroDataParallel(nn.Module):
         self._passes.begin_read()
         for unit in self._access.units.values():
             unit.unwrap(device)
-        for handle in self._handles:
-            handle.remove()
-        if self._scheduler is not None:
-            self._scheduler.hooks.remove()
-            restore_parameter_tables(self.module)
+        self._hooks.remove()
         module = self.module
         set_deferred(module, False)
         del self.module
@@ -306,7 +300,7 @@ class ZeroDataParallel(nn.Module):
             flats = [
                 FlatParameters(group, lifetime, values_of, context)
                 for lifetime, params_of_lifetime in owned.items()
-                for group in group_alike(params_of_lifetime, context.codes)
+                for group in group_alike(params_of_lifetime, context.scales)
             ]
             before_gather = partial(launch_order.before_gather, number)
             self._access.add(name, Unit(modules[name], flats, before_gather))

@@ -1,5 +1,6 @@
 """Any element-wise torch optimizer, or one that declares another atom, run on the shards that this rank owns.
 
+    sums         the tensor ranks' parts of gradients that are partial along the tensor axis
     grad_norm    the norm of all gradients, a tensor, and from it the clip coefficient, a tensor
     take         parameters that were written in place since the last step: their master weights follow
     update       bucket by bucket: cast the gradient, step the torch optimizer, write the owned parameters; matrices in
@@ -114,7 +115,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             if callable(method := getattr(self.inner, name, None)):
                 setattr(self.inner, name, partial(ZeroOptimizer._set_mode, this, weakref.WeakMethod(method), name))
         self._check_others()
-        model.reducer.register(self, pieces.params)
+        model.reducer.users.add(self, pieces.params)
 
     @property
     def inner(self) -> torch.optim.Optimizer:
@@ -276,7 +277,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _check_others(self) -> None:
         """Check that the model's other optimizers and this one can use the same gradients, buckets and loss scale."""
-        for other in self._model.reducer.params_of:
+        for other in self._model.reducer.users.params_of:
             if self._model.offload.config.mode == "auto":
                 raise ConfigError(
                     "OffloadConfig.mode=auto moves buckets for one optimizer, and this model has two; choose host or "

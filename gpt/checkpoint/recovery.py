@@ -13,8 +13,6 @@ from gpt.builder.train_state import TrainState
 from gpt.checkpoint.checkpoint import load
 from gpt.checkpoint.folder import (
     Kept,
-    checkpoint_name,
-    delete_old,
     find,
     newest,
     remove_partial,
@@ -22,10 +20,9 @@ from gpt.checkpoint.folder import (
     step_in_name,
 )
 from gpt.checkpoint.layout import Progress
-from gpt.checkpoint.live_export import export_live
+from gpt.checkpoint.live_export import LiveExports
 from gpt.checkpoint.saver import RunSaver, SaveOfRanks, name_run
 from gpt.checkpoint.snapshots import Snapshots
-from gpt.pretrained.tokenizer_files import tokenizer_of_data
 from gpt.run_folder.files import CHECKPOINTS, CONFIG, WEIGHTS, cut_metrics, start_run
 from gpt.run_folder.lock import RunLock
 from gpt.settings.run import CheckpointSettings
@@ -56,10 +53,8 @@ class Recovery:
     ):
         self._config, self._run_dir = config, run_dir
         self._state, self._data, self._say = state, data, say
-        self._folder = self._run_dir / CHECKPOINTS
         self._is_first = state.mesh.rank == 0
-        self._lock = RunLock(self._run_dir)
-        self._kept = Kept(config.keep, config.keep_every)
+        self._lock, kept = RunLock(self._run_dir), Kept(config.keep, config.keep_every)
 
         def on_complete(saved: Path) -> None:
             say(f"saved {saved}")
@@ -68,17 +63,20 @@ class Recovery:
         self._saver = RunSaver(
             self._folder,
             state,
-            kept=self._kept,
+            kept=kept,
             is_async=config.asynchronous,
             data=data,
             on_complete=on_complete,
             of_ranks=SaveOfRanks(on_chunk),
         )
         self._snapshots = Snapshots(config, run_dir, state, data, on_chunk) if config.snapshot_every else None
-        # Only the first rank writes weights.
-        self._tokenizer = tokenizer_of_data(data) if config.weights and self._is_first else None
+        self._weights = LiveExports(state, run_dir / WEIGHTS, kept, data) if config.weights else None
         self._saved_step: int | None = None
         self._failure: SaveError | None = None  # the error of the last save
+
+    @property
+    def _folder(self) -> Path:
+        return self._run_dir / CHECKPOINTS
 
     def resume(self, settings: str) -> Progress:
         """Lock the folder, load the checkpoint that `checkpoint.resume` selects, and return its progress.
@@ -138,8 +136,8 @@ class Recovery:
         self._saved_step = progress.step
         if not self._config.asynchronous:
             self._settle()
-        if self._config.weights:
-            self._export_weights(progress.step)
+        if self._weights:
+            self._weights.export(progress.step)
 
     def save_snapshot(self, progress: Progress) -> None:
         """Begin to save a snapshot of this step. One that fails is logged, and training goes on."""
@@ -188,16 +186,6 @@ class Recovery:
             self._failure, self._saved_step = error, None
             if self._is_first:
                 logger.error("error: %s; training goes on", error)
-
-    def _export_weights(self, step: int) -> None:
-        """Write the weights to RUN/weights. An export that fails is logged, and training goes on."""
-        folder = self._run_dir / WEIGHTS
-        try:
-            export_live(self._state, folder / checkpoint_name(step), self._tokenizer)
-            if self._is_first:
-                delete_old(folder, self._kept)
-        except OSError as error:
-            logger.error("error: weights cannot be written to %s: %s; training goes on", folder, error.strerror)
 
 
 def _all_ranks_have(mesh: Mesh, text: str) -> bool:

@@ -150,7 +150,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": gelu, "swiglu": sw
 
 
 class MLP(nn.Module):
-    """Two linear layers with an activation function between them, (tokens of this rank, hidden) -> the same."""
+    """Two linear layers with an activation function between them; a block runs `activated` and then `down`."""
 
     def __init__(self, config: ModelConfig, tokens: TokenLayout):
         super().__init__()
@@ -158,9 +158,6 @@ class MLP(nn.Module):
         self.packed_rows = {"up.weight": (1,) * num_rows} if num_rows > 1 else {}
         self.up = ColumnParallelLinear(config.hidden_size, num_rows * config.mlp_size, tokens, config.biases)
         self.down = RowParallelLinear(config.mlp_size, config.hidden_size, tokens, config.biases)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.activated(x))
 
     def activated(self, x: Tensor) -> Tensor:
         """Return the input of the second layer, (all tokens, own columns)."""

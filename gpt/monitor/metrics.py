@@ -17,17 +17,20 @@ from zero.state.resident import buffer_bytes, resident_states
 
 
 class Throughput:
-    """A measurement of tokens and FLOPs per second, over the steps since the last `measure` or `restart`."""
+    """A measurement of tokens and FLOPs per second, over the steps since the last `measure` or `restart`.
+
+    `layout` has the number of ranks, and whatever else is reported beside the speed.
+    """
 
     def __init__(
         self,
         model: ModelConfig,
         tokens_per_sample: float,
-        num_devices: int,
+        layout: dict[str, int],
         recomputes: Recomputation,
         peak_flops: float | None,
     ):
-        self._model, self._num_devices, self._recomputes = model, num_devices, recomputes
+        self._model, self._layout, self._recomputes = model, layout, recomputes
         self._tokens_per_sample = tokens_per_sample
         self._peak_flops = peak_flops
         self.restart()
@@ -47,12 +50,12 @@ class Throughput:
         Call it when the device has finished these steps.
         """
         seconds = time.perf_counter() - self._start
-        num_sequences, per_device = self._num_sequences, seconds * self._num_devices
+        num_sequences, per_device = self._num_sequences, seconds * self._layout["ranks"]
         useful = model_flops(self._model, num_sequences) / per_device
         executed = hardware_flops(self._model, num_sequences, self._recomputes) / per_device
         num_steps = self._num_steps
         self.restart()
-        return {
+        return self._layout | {
             "seconds_per_step": seconds / num_steps,
             "tokens_per_second": num_sequences * self._tokens_per_sample / seconds,
             "model_tflops_per_device": useful / 1e12,

@@ -4,9 +4,8 @@ params.full      all shards, while the parameters are unsharded
 params.group_shard   this rank's shard in its group: a view of `full` if that persists, else memory of its own
 params.owned     the part of it that this rank owns, a view; on one level all of it
 params.cached    a copy of `group_shard` on the device, if that is in host memory and there is room for the copy
-grads.staged     this rank's full gradients, until the reduction ends
-message          `staged`, or its cast if gradients are reduced in another type; the sum over ranks replaces its shard
-grads.group_shard    this rank's shard of the sum over its group: a view of `staged` if that persists and the shard is
+grads.full       this rank's full gradients, until the reduction ends, and the message: zero/buckets/full_gradients.py
+grads.group_shard    this rank's shard of the sum over its group: a view of `full` if that persists and the shard is
                  placed on the accelerator, else memory of its own
 grads.owned      the part that this rank owns, a view; in the end the mean over all data ranks
 master           the owned parameters in at least fp32, stored beside the optimizer's states; in fp32 `params.owned`
@@ -17,7 +16,7 @@ their own follow before the next update.
 """
 
 from collections.abc import Set
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
 from functools import partial
 from itertools import product
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 
 from parallel.memory_kinds import TensorKind
 from parallel.mesh import Work
+from zero.buckets.full_gradients import BucketRanges, FullGradients, GradientPath, Staging, scale_into
 from zero.buckets.leaf_blocks import BlockSums
 from zero.buckets.weight_codes import BucketCodes
 from zero.memory.placement import Offload, Placement
@@ -36,25 +36,6 @@ from zero.partition.layout import cut, overlap
 from zero.partition.stage import GradientTypes, Levels, Lifetime, ShardingPolicy
 
 TAKEN_NUMEL = 2**22  # master weights that are compared with parameters at a time: the temporaries have this length
-
-
-@dataclass(frozen=True)
-class BucketRanges:
-    """The elements of a flat buffer that one bucket has."""
-
-    elements: range
-    group_shard: range
-    """The elements whose gradients and parameters this rank has, in its group."""
-    shard: range
-    """The elements that this rank owns: those of its optimizer's states."""
-    parts: dict[nn.Parameter, range]
-    """The elements of each parameter."""
-    gaps: list[range]
-    """The elements that belong to no parameter."""
-
-    def owned_of(self, group_shard: Tensor) -> Tensor:
-        """Return the elements that this rank owns as a view of its shard in the group."""
-        return cut(group_shard, self.shard, self.group_shard.start)
 
 
 class ParamShard:
@@ -107,9 +88,8 @@ class ParamShard:
         if self._levels.num_parts > 1:
             self._updated = self._gather_between_groups()
         if self.cached is not None:
-            with self._gather_stream.context():
-                self.wait_for_update()
-                return self._offload.to_accelerator(self.group_shard, out=self.cached)
+            self.wait_for_update()  # without streams the shard is copied only now
+            return self._offload.to_accelerator(self.group_shard, out=self.cached)
         return self.all_gather() if self.persists and (exact or self.codes is None) else Work()
 
     def fetch(self) -> None:
@@ -155,8 +135,7 @@ class ParamShard:
         gathered = self._offload.to_accelerator(self.owned, own, partial(outer.all_gather, own, out=shard))
         copy_back = partial(self._offload.to_host, shard, out=self.group_shard)
         copied = self._gather_stream.launch_after(gathered, copy_back)
-        # The next gather may wait for it on a side stream; the computation, which takes the buffer again, by itself.
-        buffers.put_back(buffer, Work(copied.wait, self._offload.copies_to_host().wait))
+        buffers.put_back(buffer, copied)
         return copied
 
     def _copy_shard(self, placement: Placement) -> Tensor:
@@ -164,71 +143,20 @@ class ParamShard:
         return self._offload.new(placement, TensorKind.PARAMETERS, shard.numel(), shard.dtype).copy_(shard)
 
 
-@dataclass(frozen=True)
-class GradientPath:
-    """The memories through which the gradients of a bucket go: full gradients -> message -> owned shard."""
-
-    types: GradientTypes
-    policy: ShardingPolicy
-    placement: Placement
-    """The memory of the owned shard."""
-    has_groups: bool
-    """True if there are groups of ranks, whose sums of all micro-batches are added up once a step."""
-
-    @property
-    def persists(self) -> bool:
-        """True if full gradients have memory of their own; else they are staged in a buffer of the pool."""
-        return self.policy.full_grads is Lifetime.PERSISTENT
-
-    @property
-    def staged_type(self) -> torch.dtype:
-        """The type of the full gradients."""
-        return self.types.accumulate if self.persists else self.types.reduce
-
-    @property
-    def casts_message(self) -> bool:
-        """True if the full gradients are cast into a buffer of the pool, which is then reduced."""
-        return self.staged_type is not self.types.reduce
-
-    @property
-    def casts_for_host(self) -> bool:
-        """True if the reduced shard is cast before it is copied to the host."""
-        return self.placement is Placement.HOST and self.types.accumulate is not self.types.reduce
-
-    @property
-    def owns_staged(self) -> bool:
-        """True if the owned shard is a view of the full gradients."""
-        return self.persists and self.placement is Placement.ACCELERATOR
-
-    @property
-    def frees_owned(self) -> bool:
-        """True if the owned shard is freed between steps; pinned memory stays, because it is expensive to allocate."""
-        is_apart = not self.persists and self.placement is Placement.ACCELERATOR
-        return is_apart and self.policy.owned_grads is Lifetime.TRANSIENT
-
-
-class Staging(Enum):
-    """The use of the memory of a bucket's full gradients."""
-
-    FREE = "no full gradient is stored; if the memory persists, its owned shard may hold the reduced gradient"
-    FILLING = "gradients of one or more backwards have been written, and more may be added"
-    REDUCING = "the reduction has been launched, and the memory belongs to it"
-
-
 class Held(Enum):
     """The content of a shard of gradients between two reductions."""
 
     NOTHING = "no gradient"
-    SUM = "the sum of earlier micro-batches, to which the next reduction is added"
-    MEAN = "in its owned part, the mean of a step, after which a further backward begins anew"
+    SUM = "the sum of micro-batches, to which the next reduction is added; after the last one, without groups, the mean"
+    MEAN = "with groups, in its owned part, the mean of a step, after which a further backward begins anew"
     SET_ASIDE = "nothing more: the mean of a step was copied, and is added to the next one"
 
 
 class GradShard:
-    """The gradients of one bucket: `staged` in full until they are reduced, then `owned`, the mean over the data ranks.
+    """The gradients of one bucket: `full` until they are reduced, then `owned`, the mean over the data ranks.
 
-    `held` is independent of `staging`: with accumulation, `group_shard` holds the sum of earlier micro-batches while
-    the gradients of the next one are staged.
+    `held` is independent of `full`: with accumulation, `group_shard` holds the sum of earlier micro-batches while the
+    gradients of the next one are staged.
     """
 
     def __init__(
@@ -237,16 +165,10 @@ class GradShard:
         self._ranges, self._offload = ranges, offload
         placement = offload.config.initial_placement("optimizer")
         self.path = GradientPath(types, policy, placement, has_groups=levels.outer.size > 1)
-        self.staging, self.held = Staging.FREE, Held.NOTHING
-        self._unwritten: set[nn.Parameter] = set()  # parameters without a value in `staged`
-        self.host_copy = Work()  # of the last reduced shard; waited for before its memory is overwritten
-        self.staged: Tensor | None = None  # a buffer of the pool may have more elements than the bucket
-        self._cast: Tensor | None = None  # a buffer of the pool: `staged` in the type of messages, if that is another
+        self.full = FullGradients(ranges, self.path, offload)
+        self.held = Held.NOTHING
         self._earlier: Tensor | None = None  # the gradient that is set aside
         self.blocks = BlockSums()  # of the present step, if gradients are added in blocks
-        if self.persists:
-            numel = len(ranges.elements)
-            self.staged = offload.new(Placement.ACCELERATOR, TensorKind.GRADIENTS, numel, self.path.staged_type)
         self.place(self.placement)
 
     @property
@@ -267,86 +189,45 @@ class GradShard:
     @property
     def is_empty(self) -> bool:
         """True if no gradient has arrived since the last update."""
-        return self.held is Held.NOTHING and self.staging is Staging.FREE
+        return self.held is Held.NOTHING and self.full.staging is Staging.FREE
 
     @property
     def message_shard(self) -> Tensor:
         """The elements of the message that this rank has in its group, after `finish`."""
-        return self._view(self._ranges.group_shard, self._cast)
+        return self.full.message(self._ranges.group_shard)
 
     @property
     def message_owned(self) -> Tensor:
         """The elements of the message that this rank owns, after `finish`."""
-        return self._view(self._ranges.shard, self._cast)
+        return self.full.message(self._ranges.shard)
 
     def place(self, placement: Placement) -> None:
         """Move the owned shard to one of the memories. The values of a gradient that it holds are lost."""
         self.path = path = replace(self.path, placement=placement)
         if path.owns_staged:
-            self.group_shard = self._view(self._ranges.group_shard)
+            self.group_shard = self.full.view(self._ranges.group_shard)
         else:
             numel = len(self._ranges.group_shard)
             self.group_shard = self._offload.new(placement, TensorKind.GRADIENTS, numel, path.types.accumulate).zero_()
         self.owned = self._ranges.owned_of(self.group_shard)
         self.free_owned()
 
-    def write(self, param: nn.Parameter, grad: Tensor, scale: float, pool: StagingPool) -> None:
-        """Write, or add, `scale` times the elements of a flat gradient that are in this bucket."""
-        self._begin_to_fill(pool)
-        staged = self._view(self.parts[param])
-        if param in self._unwritten:
-            scale_into(staged, grad, scale)
-            self._unwritten.discard(param)
-        else:
-            staged.add_(grad, alpha=scale)
-
     def finish(self, pool: StagingPool) -> Tensor:
         """Fill with zeros what no gradient has been written to; return the message, which the caller reduces next."""
-        full = self._fill(pool)
+        values = self.full.fill(pool)
         if self.persists:
-            self.blocks.add_to(full)
-        self.staging = Staging.REDUCING
-        if not self.path.casts_message:
-            return full
-        self._cast = pool.take(self.path.types.reduce)
-        return self._view(self._ranges.elements, self._cast).copy_(full)
+            self.blocks.add_to(values)
+        return self.full.start_reducing(values, pool)
 
     def end_block(self, pool: StagingPool) -> None:
         """Keep the full gradients, which persist, as the sum of a block of micro-batches; the next ones begin anew."""
-        self.push_block(self._fill(pool))
-        self.staging = Staging.FREE
+        self.push_block(self.full.fill(pool))
+        self.full.staging = Staging.FREE
 
     def push_block(self, values: Tensor) -> None:
         """Add a copy of gradients on the accelerator to the blocks of this step."""
         copy = self._offload.new(Placement.ACCELERATOR, TensorKind.GRADIENTS, values.numel(), values.dtype)
         self.blocks.push(copy.copy_(values))
-
-    def _fill(self, pool: StagingPool) -> Tensor:
-        """Return the full gradients, with zeros where none was written."""
-        self._begin_to_fill(pool)
-        for param in self._unwritten:
-            self._view(self.parts[param]).zero_()
-        return self._view(self._ranges.elements)
-
-    def unstage(self, pool: StagingPool) -> None:
-        """Discard the full gradients, and return their memory to the pool unless it persists."""
-        self.staging = Staging.FREE
-        if self._cast is not None:
-            pool.put_back(self._cast, self.host_copy)
-            self._cast = None
-        if self.staged is not None and not self.persists:
-            pool.put_back(self.staged, self.host_copy)
-            self.staged = None
-
-    def _begin_to_fill(self, pool: StagingPool) -> None:
-        if self.staging is not Staging.FREE:
-            return
-        if self.staged is None:
-            self.staged = pool.take(self.path.staged_type)
-        self.host_copy.wait()  # before anything is written: that copy may still read the memory
-        for gap in self._ranges.gaps:
-            self._view(gap).zero_()
-        self._unwritten, self.staging = set(self.parts), Staging.FILLING
 
     def set_aside(self) -> None:
         """Keep a reduced gradient while full gradients are staged again; the next reduction adds it."""
@@ -393,8 +274,7 @@ class GradShard:
         The host waits for nothing: call `Offload.synchronize` first if the owned shard is in host memory.
         """
         discarded = self.parts.keys() & params
-        if self.staging is Staging.FILLING:
-            self._unwritten |= discarded
+        self.full.discard(discarded)
         if len(discarded) == len(self.parts):
             self.free_owned()
         else:
@@ -404,11 +284,6 @@ class GradShard:
             for (tensor, own), param in product(held, discarded):
                 if elements := overlap(self.parts[param], own):
                     cut(tensor, elements, own.start).zero_()
-
-    def _view(self, elements: range, cast: Tensor | None = None) -> Tensor:
-        full = self.staged if cast is None else cast
-        assert full is not None
-        return cut(full, elements, self._ranges.elements.start)
 
 
 class Bucket:
@@ -467,15 +342,6 @@ class Bucket:
     def master_may_be_outdated(self) -> bool:
         """True if the owned parameters may be written in place, and the master weights would not change with them."""
         return self.params.persists and self.master is not self.params.owned
-
-
-def scale_into(out: Tensor, values: Tensor, scale: float) -> Tensor:
-    """Set `out` to `scale` times `values`, in place if both are the same memory, and return it."""
-    if scale == 1:
-        return out.copy_(values)  # returns early if both are the same memory
-    if torch.promote_types(out.dtype, values.dtype) is values.dtype:
-        return torch.mul(values, scale, out=out)  # scaled before it is cast to a smaller type, in which it may overflow
-    return out.copy_(values).mul_(scale)  # `torch.mul` would round the product to the type of `values`
 
 
 def take_changed(master: Tensor, values: Tensor) -> None:

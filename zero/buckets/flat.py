@@ -14,9 +14,10 @@ from parallel.autograd_internals import DisableTorchFunction, forbid_writes
 from parallel.memory_kinds import TensorKind, tagged
 from parallel.mesh import Axis, Work
 from parallel.torch_internals import are_the_same_elements
-from zero.buckets.bucket import Bucket, BucketRanges, GradShard, ParamShard, take_changed
+from zero.buckets.bucket import Bucket, GradShard, ParamShard, take_changed
+from zero.buckets.full_gradients import BucketRanges
 from zero.buckets.guarded_parameter import ParameterGuard, set_raw_data
-from zero.buckets.weight_codes import BucketCodes, Stretch, WeightCodes
+from zero.buckets.weight_codes import BucketCodes, Stretch, WeightScales
 from zero.memory.placement import Offload
 from zero.memory.staging import free_storage, restore_storage
 from zero.memory.streams import SideStream
@@ -44,7 +45,7 @@ class FlatContext:
     guard: ParameterGuard
     gather_stream: SideStream
     """The stream of gathers that wait for those between groups."""
-    codes: WeightCodes
+    scales: WeightScales
     """Of the weights that are sent as codes; no other parameter shares a buffer with them."""
     param_dtype: torch.dtype | None = None
     """The type of floating-point parameters, of which the master weights keep the initial digits; None: their own."""
@@ -70,7 +71,7 @@ class FlatParameters:
         values_of: Callable[[nn.Parameter], Tensor],
         context: FlatContext,
     ):
-        self.lifetime, self._guard, self._codes = lifetime, context.guard, context.codes
+        self.lifetime, self._guard, self._scales = lifetime, context.guard, context.scales
         shapes = {name: real_shape(p) for name, p in params.items()}
         levels = context.levels
         alignment, grain = context.config.alignment, context.config.grain(levels)
@@ -99,10 +100,10 @@ class FlatParameters:
         self.buckets = [self._bucket(elements, context) for elements in self.layout.buckets]
         for bucket, master in zip(self.buckets, masters, strict=False):
             bucket.master = master
-        self.is_coded = levels.inner.size > 1 and self.params[0] in context.codes
+        self.is_coded = levels.inner.size > 1 and self.params[0] in context.scales
         for bucket in self.buckets if self.is_coded else ():
             stretches = list(self.stretches(bucket.elements))
-            bucket.params.codes = BucketCodes(context.codes, stretches, bucket.elements, bucket.group_shard)
+            bucket.params.codes = BucketCodes(context.scales, stretches, bucket.elements, bucket.group_shard)
         self._is_exact = True  # the full buffer has no values that codes stand for
         self._gathers: list[Work] = []
         self._updates: dict[nn.Parameter, list[Work]] = {}  # gathers of updated values that nobody has waited for
@@ -159,8 +160,8 @@ class FlatParameters:
         values, codes = values.clone(), values.new_empty(values.shape, dtype=torch.uint8)
         for stretch in self.stretches(elements):
             part = cut(values, stretch.elements, elements.start)
-            self._codes.encode(stretch, part, out := cut(codes, stretch.elements, elements.start))
-            self._codes.decode(stretch, out, part)
+            self._scales.encode(stretch, part, out := cut(codes, stretch.elements, elements.start))
+            self._scales.decode(stretch, out, part)
         return values
 
     def gather_codes(self) -> dict[Bucket, Work]:

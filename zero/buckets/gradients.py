@@ -4,15 +4,17 @@
 
     Passes             takes it from autograd as it arrives, and begins the backward         `param.grad`
     GradientReducer    finds its buckets; reduces each one when it is complete and its turn has come
-    GradShard          writes it to the full gradients of a bucket, and casts these          `staged`, message
+    FullGradients      writes it to the full gradients of a bucket, and casts these          `staged`, message
     Reductions         launches and receives; the StagingPool has the memory that does not persist
     Axis               reduce-scatter in the group, and, once a step, a reduction between groups: the sum replaces
                        the shard of the message (sums in fp32 by way of receive buffers)     `message_shard`
-    GradShard          sets, or adds to, the shard, in the end times what is left of 1/N     `group_shard`, `owned`
+    GradShard          sets, or adds to, the shard, times 1/N (after the groups' sum)    `group_shard`, `owned`
     Offload            copies the shard to host memory, if it is placed there
 
 What is `owned` then is the mean over the data ranks. `ZeroOptimizer.step` adds the tensor ranks' parts to it, of those
-parameters whose gradients are partial along the tensor axis (parallel/tensor/gradient_sums.py), before the norm.
+parameters whose gradients are partial along the tensor axis (parallel/tensor/gradient_sums.py), before the norm. With
+`sum_over_ranks=leaves`, and without `ZeroOptimizer(tensor=...)`, a hook adds them before `Passes` takes the gradient.
+The message is what ranks send: the full gradients of a bucket, or their cast to `reduce_dtype`.
 
 If full gradients persist, every bucket has staging memory of its own for the whole run; the owned shard is a view of it
 (stage 1: 4 + 12/N bytes a parameter), or separate memory if it is on the host. If they are transient, a bucket takes
@@ -28,7 +30,6 @@ and neither does `overlap`, which only decides when a launched reduction is wait
 """
 
 import warnings
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
@@ -41,6 +42,7 @@ from torch import Tensor, nn
 from parallel.memory_kinds import TensorKind, tagged
 from zero.buckets.bucket import Bucket, Held
 from zero.buckets.hashes import GradientHashes
+from zero.buckets.reduction_order import ReductionOrder
 from zero.buckets.reductions import Reductions
 from zero.memory.placement import Offload
 from zero.order.agreement import LaunchOrder
@@ -57,6 +59,45 @@ class BackwardState(Enum):
     NONE = "no backward is running"
     ACCUMULATING = "gradients are added up in full; the last backward of the step reduces them"
     REDUCING = "each bucket is reduced as soon as it is complete and its turn has come"
+
+
+class GradientUsers:
+    """The optimizers of a model, each with parameters of its own, and those that have not used the last gradients.
+
+    An optimizer that is no longer referenced awaits nothing.
+    """
+
+    def __init__(self) -> None:
+        self.params_of: WeakKeyDictionary[Any, frozenset[nn.Parameter]] = WeakKeyDictionary()
+        self._awaiting: WeakSet[Any] = WeakSet()
+
+    @property
+    def all_await(self) -> bool:
+        """True if no optimizer has used the gradients of the last backward."""
+        return len(self._awaiting) == len(self.params_of)
+
+    def add(self, optimizer: Any, params: frozenset[nn.Parameter]) -> None:
+        """Let gradients wait for `optimizer`, which is the only one to use those of `params`.
+
+        Raises ValueError if a parameter is in another optimizer.
+        """
+        for other in self.params_of.values():
+            for param in other & params:
+                raise ValueError(
+                    f"a parameter of shape {tuple(param.shape)} is in two optimizers of this model; leave it in one of "
+                    "them, or delete the other optimizer first"
+                )
+        self.params_of[optimizer] = params
+        self._awaiting.add(optimizer)
+
+    def restart(self) -> None:
+        """Let the gradients of another backward wait for all optimizers."""
+        self._awaiting = WeakSet(self.params_of)
+
+    def release(self, optimizer: Any) -> bool:
+        """Note that an optimizer has used its gradients; return whether all others have, too."""
+        self._awaiting.discard(optimizer)
+        return not self._awaiting
 
 
 class GradientReducer:
@@ -79,27 +120,18 @@ class GradientReducer:
             _warn_of_rounding(buckets, levels)
         self._policy, self._launch_order = config.policy, launch_order
         self._marks_on_arrival = self._policy.full_params is Lifetime.PERSISTENT
-        self._order = list(reversed(buckets))
-        self._positions: defaultdict[nn.Parameter, list[int]] = defaultdict(list)  # in the order of reductions
-        for position, bucket in enumerate(self._order):
-            for param in bucket.grads.parts:
-                self._positions[param].append(position)
-        self._numbers = {param: number for number, param in enumerate(self._positions)}
+        self._order = ReductionOrder(buckets)
         self.reductions = Reductions(buckets, levels, config, offload)
+        self.users = GradientUsers()
         self._device = offload.device
         self._hashes: GradientHashes | None = None
         self._backward = BackwardState.NONE
-        self._num_launched = 0
-        self._expected: list[set[nn.Parameter]] = []  # whose gradients may still arrive in this backward, by position
         self._last_backward_has_begun = False  # of this step
-        # An optimizer that is no longer referenced awaits nothing.
-        self.params_of: WeakKeyDictionary[Any, frozenset[nn.Parameter]] = WeakKeyDictionary()  # by optimizer
-        self._awaiting: WeakSet[Any] = WeakSet()  # optimizers that have not used the gradients of the last backward
 
     @property
     def params(self) -> list[nn.Parameter]:
         """The parameters that get gradients."""
-        return list(self._positions)
+        return list(self._order.numbers)
 
     def reduces(self, is_last: bool) -> bool:
         """Return whether a backward reduces gradients; `is_last`: it is the last one of its step."""
@@ -130,25 +162,24 @@ class GradientReducer:
                 return
         if self._backward is BackwardState.REDUCING:
             raise ValueError("the backward before this one broke off; call `optimizer.zero_grad()` before the next one")
-        reduced = [bucket.grads for bucket in self._order if bucket.grads.held is Held.MEAN]
-        if any(grads.persists for grads in reduced) and len(self._awaiting) == len(self.params_of):
+        reduced = [bucket.grads for bucket in self._order.buckets if bucket.grads.held is Held.MEAN]
+        if any(grads.persists for grads in reduced) and self.users.all_await:
             raise ValueError(
                 "a second backward after the gradients were reduced; run every backward of a step but the last "
                 "inside `with model.accumulate():`"
             )
         for grads in reduced:  # one of several optimizers has stepped: the gradients of the others are added up
             grads.set_aside()
-        self._expected = [set(bucket.grads.parts) for bucket in self._order]
-        self._awaiting = WeakSet(self.params_of)
+        self._order.restart()
+        self.users.restart()
         # Last of all: a backward that is refused must not leave anything to end.
         leaves = self.reductions.leaves
         if self._last_backward_has_begun:
             leaves.num_backwards = 0
         leaves.num_backwards += 1
         if self._policy.adds_leaves and self._policy.full_grads is Lifetime.PERSISTENT and leaves.begins_block():
-            for bucket in self._order:
+            for bucket in self._order.buckets:
                 bucket.grads.end_block(self.reductions.staging)
-        self._num_launched = 0
         self._backward = BackwardState.REDUCING if self.reduces(is_last) else BackwardState.ACCUMULATING
         self._last_backward_has_begun = is_last
         self._launch_order.start(Round.BACKWARD if self.reduces(is_last) else Round.ACCUMULATION)
@@ -176,19 +207,17 @@ class GradientReducer:
         # torch's optimizers, too, update a complex parameter as pairs of real numbers.
         grad = (torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad).reshape(-1)
         if self._hashes is not None:
-            self._hashes.add(self._numbers[param], grad)
+            self._hashes.add(self._order.numbers[param], grad)
             if self._hashes.discards:
                 return
         numel = stop = grad.numel()
-        for position in self._positions[param]:
-            if position < self._num_launched:
-                raise RuntimeError(f"a gradient of shape {tuple(param.shape)} arrived after its bucket was reduced")
-            grads = self._order[position].grads
+        for position in self._order.positions_of(param):
+            grads = self._order.buckets[position].grads
             start = stop - len(grads.parts[param])
             self.reductions.write(grads, param, grad[start:stop] if stop - start < numel else grad)
             stop = start
             if self._marks_on_arrival:
-                self._expected[position].discard(param)
+                self._order.mark_ready(param, [position])
                 # At once, before the parameter's next bucket is filled: a parameter may be larger than the pool.
                 self._launch_ready()
 
@@ -204,66 +233,48 @@ class GradientReducer:
     def mark_ready(self, params: Iterable[nn.Parameter]) -> None:
         """Expect no more gradients of `params` in this backward; a gradient that never arrived counts as zero."""
         for param in params:
-            for position in self._positions.get(param, ()):
-                self._expected[position].discard(param)
+            self._order.mark_ready(param)
         self._launch_ready()
 
     def end(self) -> None:
         """End a backward: if it reduces, every bucket reaches its owners."""
         if self._backward is BackwardState.REDUCING:
-            self.mark_ready(self._positions)
+            self.mark_ready(self._order.numbers)
             self.reductions.receive_all()
             # Only now: no message and no staged gradient is left that needs the memory.
             if self._policy.owned_grads is Lifetime.TRANSIENT:
                 self.reductions.free()
         self._backward = BackwardState.NONE
 
-    def register(self, optimizer: Any, params: frozenset[nn.Parameter]) -> None:
-        """Let gradients wait for `optimizer`, which is the only one to use those of `params`.
-
-        Raises ValueError if a parameter is in another optimizer.
-        """
-        for other in self.params_of.values():
-            for param in other & params:
-                raise ValueError(
-                    f"a parameter of shape {tuple(param.shape)} is in two optimizers of this model; leave it in one of "
-                    "them, or delete the other optimizer first"
-                )
-        self.params_of[optimizer] = params
-        self._awaiting.add(optimizer)
-
     def release(self, optimizer: Any) -> bool:
         """Discard the gradients that an optimizer has used; all of them if no other one awaits its own.
 
         Return whether all were discarded.
         """
-        self._awaiting.discard(optimizer)
-        if not self._awaiting:
+        if self.users.release(optimizer):
             self.clear()
             return True
         self.end()
-        self.reductions.allow_host_writes(self._order)
-        for bucket in self._order:
-            bucket.grads.discard(self.params_of[optimizer])
+        self.reductions.allow_host_writes(self._order.buckets)
+        for bucket in self._order.buckets:
+            bucket.grads.discard(self.users.params_of[optimizer])
         return False
 
     def clear(self) -> None:
         """Discard all gradients, reduced or not: the next backward starts from nothing."""
         # A backward that broke off is ended first: by then ranks may have launched different numbers of reductions.
         self.end()
-        self._num_launched, self._last_backward_has_begun = 0, False
+        self._last_backward_has_begun = False
         self.reductions.leaves.restart()
-        for bucket in self._order:
-            bucket.grads.unstage(self.reductions.staging)
+        for bucket in self._order.buckets:
+            bucket.grads.full.unstage(self.reductions.staging)
             bucket.grads.free_owned()
 
     def _launch_ready(self) -> None:
-        if self._backward is not BackwardState.REDUCING:
-            return
-        while self._num_launched < len(self._order) and not self._expected[self._num_launched]:
-            self._launch_order.before_reduction(self._num_launched)
-            self.reductions.launch(self._order[self._num_launched].grads, is_last=self._last_backward_has_begun)
-            self._num_launched += 1
+        if self._backward is BackwardState.REDUCING:
+            for position, grads in self._order.take_complete():
+                self._launch_order.before_reduction(position)
+                self.reductions.launch(grads, is_last=self._last_backward_has_begun)
 
 
 def _warn_of_rounding(buckets: Sequence[Bucket], levels: Levels) -> None:

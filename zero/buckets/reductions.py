@@ -26,7 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from parallel.mesh import Axis, Work
-from zero.buckets.bucket import Bucket, GradShard, Held, scale_into
+from zero.buckets.bucket import Bucket, GradShard, Held
+from zero.buckets.full_gradients import scale_into
 from zero.buckets.leaf_blocks import BlockSums, LeafOrder
 from zero.memory.placement import Offload, Placement
 from zero.memory.staging import StagingPool
@@ -60,9 +61,9 @@ class Reductions:
 
     def write(self, grads: GradShard, param: nn.Parameter, values: Tensor) -> None:
         """Write the elements of a flat gradient that are in one bucket."""
-        if grads.staged is None:
+        if grads.full.staged is None:
             self._make_room()
-        grads.write(param, values, self._scale_before(grads), self.staging)
+        grads.full.write(param, values, self._scale_before(grads), self.staging)
 
     def launch(self, grads: GradShard, *, is_last: bool) -> None:
         """Reduce the gradients of one bucket, those that are missing as zeros; `is_last`: for the last time in a step.
@@ -72,7 +73,7 @@ class Reductions:
         inner, outer = self.levels.inner, self.levels.outer
         receives = inner.takes_receive_buffers or self._adds(inner, grads) or self._adds(outer, grads)
         receives |= self._adds_leaves
-        if grads.staged is None or grads.path.casts_message or receives or grads.placement is Placement.HOST:
+        if grads.full.staged is None or grads.path.casts_message or receives or grads.placement is Placement.HOST:
             self._make_room()
         message = grads.finish(self.staging)
         if self._adds_leaves:
@@ -159,7 +160,7 @@ class Reductions:
             self._take(grads, is_last)
         is_mean = is_last and (grads.persists or grads.path.has_groups or self._adds_leaves)
         grads.held = Held.MEAN if is_mean else Held.SUM
-        grads.unstage(self.staging)
+        grads.full.unstage(self.staging)
 
     def _add_leaves(self, grads: GradShard, is_last: bool, terms: Tensor) -> None:
         """Add what the ranks of the group have sent, (ranks, n): leaves, or sums of blocks of them."""
@@ -178,8 +179,8 @@ class Reductions:
             total.mul_(self.leaves.factor)
             grads.add_earlier(grads.owned_of(total))
         if buffer is not None:
-            grads.host_copy = self._offload.to_host(total, out=grads.group_shard)
-            self.host_staging.put_back(buffer, grads.host_copy)
+            grads.full.host_copy = self._offload.to_host(total, out=grads.group_shard)
+            self.host_staging.put_back(buffer, grads.full.host_copy)
 
     def _add_in_order(self, grads: GradShard, leaves: Tensor, total: Tensor) -> None:
         """Add leaves, (ranks, n), one after the other, to the sum of their block; at the end blocks to each other."""
@@ -229,9 +230,9 @@ class Reductions:
                 total.add_(earlier)
         if is_last:
             grads.add_earlier(total)
-        grads.host_copy = self._offload.to_host(total, out=out)
+        grads.full.host_copy = self._offload.to_host(total, out=out)
         if cast is not None:
-            self.host_staging.put_back(cast, grads.host_copy)
+            self.host_staging.put_back(cast, grads.full.host_copy)
 
     @contextmanager
     def _sum_on_accelerator(self, grads: GradShard, last_read: Callable[[], Work]) -> Iterator[Tensor]:

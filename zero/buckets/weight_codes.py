@@ -4,8 +4,9 @@
     shard, rounded to bf16 -> codes, a byte each -> all-gather -> codes times scales -> the rest of the full buffer
 
 [Note: the same bits] The layer quantizes what is in the full buffer, and gets the codes that were sent: the largest
-element of a block is that code times that scale, which rounds to the same bf16 number, so the scale is the same; and
-another element moves by at most half a step of bf16, far less than half a step of E4M3.
+element of a block is the largest code times the scale, which rounds to the same bf16 number, so the scale is the same;
+and any other element is its code times the scale, rounded to bf16: off by half a step of bf16 at most, which is too
+little to reach another code.
 
 A rank's own shard keeps its exact values, so that what is written in place is compared with master weights that it
 rounds to; whoever reads parameters, as in `gathered()`, has the others gathered exactly first.
@@ -23,7 +24,7 @@ from parallel.mesh import Axis
 from zero.fp8.scaling import CODES, Blocks, encode, scale_of
 from zero.partition.layout import Span, cut, overlap, rectangles
 
-MOST_ENCODED = 2**22  # elements at a time: temporaries in fp32 have this length
+AT_ONCE = 2**22  # elements at a time: temporaries in fp32 have this length
 
 
 class Stretch(NamedTuple):
@@ -43,7 +44,7 @@ class Rectangle(NamedTuple):
     num_columns: int
 
 
-class WeightCodes:
+class WeightScales:
     """The scales of all weights of a model that are sent in FP8, by blocks."""
 
     def __init__(self, blocks_of: Mapping[nn.Parameter, Blocks], device: torch.device):
@@ -108,14 +109,14 @@ class WeightCodes:
 class BucketCodes:
     """The codes of one bucket's elements, all of which belong to weights that are sent in FP8."""
 
-    def __init__(self, codes: WeightCodes, stretches: Sequence[Stretch], elements: range, own: range):
+    def __init__(self, scales: WeightScales, stretches: Sequence[Stretch], elements: range, own: range):
         """`elements` are those of the bucket, and `own` those of this rank's shard in its group."""
-        self._codes, self._stretches, self._elements, self._own = codes, stretches, elements, own
+        self._scales, self._stretches, self._elements, self._own = scales, stretches, elements, own
 
     def encode(self, own_values: Tensor, codes: Tensor) -> Tensor:
         """Write this rank's shard to its place in the codes of the bucket; return that place."""
         for stretch, part in _within(self._stretches, self._own):
-            self._codes.encode(stretch, cut(own_values, part, self._own.start), cut(codes, part, self._elements.start))
+            self._scales.encode(stretch, cut(own_values, part, self._own.start), cut(codes, part, self._elements.start))
         return cut(codes, self._own, self._elements.start)
 
     def decode(self, codes: Tensor, full: Tensor) -> None:
@@ -123,7 +124,7 @@ class BucketCodes:
         for others in (range(self._elements.start, self._own.start), range(self._own.stop, self._elements.stop)):
             for stretch, part in _within(self._stretches, others):
                 first = self._elements.start
-                self._codes.decode(stretch, cut(codes, part, first), cut(full, part, first))
+                self._scales.decode(stretch, cut(codes, part, first), cut(full, part, first))
 
 
 def _within(stretches: Iterable[Stretch], elements: range) -> Iterator[tuple[Stretch, range]]:
@@ -134,13 +135,13 @@ def _within(stretches: Iterable[Stretch], elements: range) -> Iterator[tuple[Str
 
 
 def _rectangles(stretch: Stretch, *flats: Tensor) -> Iterator[tuple[Rectangle, list[Tensor]]]:
-    """Cut tensors with the elements of a stretch into parts of the weight, of at most MOST_ENCODED or a row."""
+    """Cut tensors with the elements of a stretch into parts of the weight, of at most AT_ONCE or a row."""
     start, taken = stretch.span.elements.start, 0
     of_weight = range(stretch.elements.start - start, stretch.elements.stop - start)
     for (first, column), (num_rows, num_columns) in rectangles(stretch.span.shape, of_weight):
-        at_once = max(1, MOST_ENCODED // num_columns)
-        for row in range(first, first + num_rows, at_once):
-            place = Rectangle(row, column, min(at_once, first + num_rows - row), num_columns)
+        rows_at_once = max(1, AT_ONCE // num_columns)
+        for row in range(first, first + num_rows, rows_at_once):
+            place = Rectangle(row, column, min(rows_at_once, first + num_rows - row), num_columns)
             numel = place.num_rows * num_columns
             yield place, [flat[taken : taken + numel].view(place.num_rows, num_columns) for flat in flats]
             taken += numel

@@ -34,8 +34,7 @@ class ScaledProducts:
     use_fast_accum: bool = False
 
     @property
-    def row(self) -> Recipe:
-        """The recipe's row of the table."""
+    def _recipe(self) -> Recipe:
         return RECIPES[self.recipe]
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -45,8 +44,8 @@ class ScaledProducts:
 
     def outputs(self, x: Tensor, weights: Tensors, biases: Tensors) -> list[Tensor]:
         """Return y for each weight, without a graph."""
-        scaled = quantize(x, self.row)
-        ys = [self._product(scaled, quantize(weight, self.row, is_weight=True), x.dtype) for weight in weights]
+        scaled = quantize(x, self._recipe)
+        ys = [self._product(scaled, quantize(weight, self._recipe, is_weight=True), x.dtype) for weight in weights]
         return [y.add_(bias) for y, bias in zip(ys, biases, strict=True)] if biases else ys
 
     def input_gradient(self, grads: Tensors, weights: Tensors) -> Tensor:
@@ -58,11 +57,13 @@ class ScaledProducts:
 
     def weight_gradients(self, grads: Tensors, x: Tensor) -> list[Tensor]:
         """Return the gradient of each weight."""
-        scaled = quantize(x.t(), self.row)
-        return [self._product(quantize(grad.t(), self.row), scaled, x.dtype) for grad in grads]
+        scaled = quantize(x.t(), self._recipe)
+        return [self._product(quantize(grad.t(), self._recipe), scaled, x.dtype) for grad in grads]
 
     def _input_gradient(self, grad: Tensor, weight: Tensor) -> Tensor:
-        return self._product(quantize(grad, self.row), quantize(weight.t(), self.row, is_weight=True), grad.dtype)
+        return self._product(
+            quantize(grad, self._recipe), quantize(weight.t(), self._recipe, is_weight=True), grad.dtype
+        )
 
     def _product(self, a: Scaled, b: Scaled, dtype: torch.dtype) -> Tensor:
         if self.device is None:

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 CODES = torch.float8_e4m3fn
 LARGEST = {"e4m3": 448.0, "e2m1": 6.0}
-MOST_ENCODED = 2**24  # elements at a time: their ratios to the scales are in fp32
+ENCODED_AT_ONCE = 2**24  # elements at a time: their ratios to the scales are in fp32
 SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 RecipeName = Literal["tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4"]
 
@@ -125,11 +125,11 @@ def quantize(matrix: Tensor, recipe: Recipe, *, is_weight: bool = False) -> Scal
 
 
 def _encoded(parts: Tensor, scales: Tensor, code: str) -> Tensor:
-    """Return the codes of (blocks, rows, blocks, columns); unless compiled, MOST_ENCODED of them or a row at a time."""
+    """Return the codes of (blocks, rows, blocks, columns), some at a time unless this is compiled."""
     if torch.compiler.is_compiling():
         return encode(parts, scales, code)
     dim = int(parts.shape[0] == 1)
-    at_once = max(1, MOST_ENCODED * parts.shape[dim] // max(1, parts.numel()))
+    at_once = max(1, ENCODED_AT_ONCE * parts.shape[dim] // max(1, parts.numel()))
     of_parts = scales.expand(parts.shape).split(at_once, dim)
     return torch.cat([encode(*pair, code) for pair in zip(parts.split(at_once, dim), of_parts, strict=True)], dim)
 

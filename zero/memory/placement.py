@@ -180,10 +180,6 @@ class Offload:
             self._casts.put_back(cast, self._to_accelerator.host_work())
         return Work(self._to_accelerator.device_work().wait, followed.wait)
 
-    def copies_to_host(self) -> Work:
-        """Return a `Work` of all copies to the host so far, for another stream than the one that waits for theirs."""
-        return self._to_host.device_work()
-
     def read_from(self, placement: Placement, sources: Iterable[Tensor]) -> Iterator[Tensor]:
         """Iterate over tensors on the accelerator as `placement` reads them: themselves, or copies in host memory.
 

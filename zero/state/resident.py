@@ -115,8 +115,8 @@ def _gradients(shard: GradShard, placement: Placement) -> Iterator[Tensor]:
     """Yield the tensors of one bucket's gradients that stay allocated in the memory `placement` between steps."""
     if placement is shard.placement:
         yield shard.group_shard
-    if placement is Placement.ACCELERATOR and shard.persists and shard.staged is not None:
-        yield shard.staged
+    if placement is Placement.ACCELERATOR and shard.persists and shard.full.staged is not None:
+        yield shard.full.staged
 
 
 def _num_bytes(tensors: Iterable[Tensor]) -> int:

@@ -91,7 +91,7 @@ class UnitAccess:
     def read(self, unit: Unit) -> None:
         """Keep a unit readable for the unit that runs; if none runs, for whatever reads it until the step."""
         if not self.running:
-            self.retain(unit)
+            self.keep_until_later(unit)
         elif (reader := next(reversed(self.running))) is not unit:
             reader.read_from(unit)
 
@@ -101,27 +101,27 @@ class UnitAccess:
     # saved. Its parameters are marked ready at the end of backward only, since gradients may arrive from the reader
     # until then.
 
-    def retain(self, unit: Unit) -> None:
-        """Keep a unit unsharded until the step, or until the next forward without gradients. See [Note: retaining]."""
+    def keep_until_later(self, unit: Unit) -> None:
+        """Keep a unit unsharded until the step, or until the next forward without gradients. See [Note: later]."""
         until = STEP if torch.is_grad_enabled() or is_in_backward() else FORWARD
         if unit not in self._retained[until]:
             self._retained[until].add(unit)
             unit.is_shared = True
             unit.retain(until)
 
-    def release(self, until: object) -> None:
-        """Reshard the units that were retained until the step, or until the next forward."""
+    def reach(self, until: object) -> None:
+        """Reshard the units that were kept until the step, or until the next forward."""
         for unit in self._retained[until]:
             unit.release(until)
         self._retained[until].clear()
 
     def end_step(self) -> None:
         """Release the units that stay unsharded until the step, and forget calls that a backward has not reached."""
-        self.release(STEP)
+        self.reach(STEP)
         for unit in self.units.values():
             unit.has_left_calls = False
 
-    # [Note: retaining] It cannot be noticed when autograd has read some parameters for the last time: those that were
+    # [Note: later] It cannot be noticed when autograd has read some parameters for the last time: those that were
     # gathered for a regulariser, those that a function or an iterator reads that a module has returned, those of a unit
     # with side outputs, and those of a backward that is differentiated itself. They stay unsharded until the step,
     # which costs memory; if no gradients are computed, until the next forward.
@@ -159,7 +159,7 @@ class UnitAccess:
             )
         if not saved.unit.is_readable:
             saved.unit.has_side_outputs = True
-            self.retain(saved.unit)
+            self.keep_until_later(saved.unit)
         return saved.tensor
 
 

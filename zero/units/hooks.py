@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from parallel.autograd_internals import name_hook, never_begin_graph, run_first, run_last
+from parallel.autograd_internals import name_hook, never_begin_graph, restore_parameter_tables, run_first, run_last
 from zero.units.unit import Unit, find_units, innermost_unit
 
 
@@ -23,6 +23,21 @@ class CallObserver(Protocol):
     def is_running(self, unit: Unit) -> bool: ...
 
 
+class PersistentHooks:
+    """The hooks of a model whose parameters persist, with the methods of `ModuleHooks`."""
+
+    def __init__(self, begin_forward: Callable[[], None], handles: list[RemovableHandle]):
+        self.begin, self.handles = torch.compiler.disable(begin_forward), handles
+
+    def register_method(self, module: nn.Module, name: str) -> None:
+        """Do nothing: whatever runs can read the parameters."""
+
+    def remove(self) -> None:
+        """Remove all hooks."""
+        for handle in self.handles:
+            handle.remove()
+
+
 class ModuleHooks:
     """Tells an observer of the calls of all modules with parameters, and of their methods that are registered.
 
@@ -34,7 +49,8 @@ class ModuleHooks:
     def __init__(self, root: nn.Module, units: dict[str, Unit], observer: CallObserver):
         self._root, self._observer = root, observer
         never_begin_graph(Hook.__call__)
-        self._handles: list[RemovableHandle] = []
+        self.begin = torch.compiler.disable(self._enclose_root)
+        self.handles: list[RemovableHandle] = []
         self._methods: list[tuple[nn.Module, str]] = []
         names: dict[nn.Module, list[str]] = {}
         for name, module in root.named_modules(remove_duplicate=False):
@@ -48,8 +64,8 @@ class ModuleHooks:
             if module is not root and (is_unit or any(True for _ in module.parameters())):
                 self._install(module, is_unit)
 
-    def enclose_root(self) -> None:
-        """Put the hooks of the root around the user's, before it is called.
+    def _enclose_root(self) -> None:
+        """Put the hooks of the root around the user's, before it is called; the forward begins with them.
 
         Below the root, a hook that is put before these reads parameters while the root runs, and so can gather them.
         """
@@ -67,10 +83,11 @@ class ModuleHooks:
 
     def remove(self) -> None:
         """Remove all hooks and registered methods."""
-        for handle in self._handles:
+        for handle in self.handles:
             handle.remove()
         for module, name in self._methods:
             delattr(module, name)
+        restore_parameter_tables(self._root)
 
     def _install(self, module: nn.Module, is_unit: bool) -> RemovableHandle:
         unit = self._unit_of[module]
@@ -93,7 +110,7 @@ class ModuleHooks:
         for handle in (before_handle, after_handle):
             name_hook(handle, "zero")
         run_first(module, before_handle)
-        self._handles += [before_handle, after_handle]
+        self.handles += [before_handle, after_handle]
         return before_handle
 
 

@@ -74,9 +74,7 @@ class Passes:
         return [param.register_post_accumulate_grad_hook(on_gradient) for param in self._params]
 
     def begin_forward(self, is_whole: bool = True) -> None:
-        """Begin a forward of the whole model or of a part, unless a backward is running it again."""
-        if is_in_backward():
-            return
+        """Begin a forward of the whole model or of a part; not one that a backward runs again."""
         self.finalize()
         self._launch_order.start(Round.FORWARD)
         for listener in self._listeners:
@@ -100,7 +98,7 @@ class Passes:
             self._reducer.mark_ready_at_end()
             call_at_end_of_backward(self._end_nested_backward)
             return
-        if self._outer is not None or self._num_nested_running or not self._tasks:  # else: it is the outer one
+        if not self._encloses_ended_backwards:
             self._begin_backward()
         self._outer = task
         self._tasks.add(task)
@@ -108,9 +106,14 @@ class Passes:
 
     def finalize(self) -> None:
         """End a backward whose end no hook has seen, and forget one that raised. No backward may be running."""
-        if self._tasks and self._outer is None and not self._num_nested_running:
+        if self._encloses_ended_backwards:
             self._end_backward()
         self._tasks.clear()
+
+    @property
+    def _encloses_ended_backwards(self) -> bool:
+        """True if nested backwards have ended, and no hook has seen the backward around them."""
+        return bool(self._tasks) and self._outer is None and not self._num_nested_running
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:

@@ -74,7 +74,7 @@ class UnitScheduler:
             unit.unshard()
         else:
             if not running:
-                self._access.release(FORWARD)
+                self._access.reach(FORWARD)
                 self._passes.begin_forward(is_whole=unit is self._access.units[""])
             self._visit(unit, "forward")
         call = Call(unit, module, self._tick(), is_counted=torch.is_grad_enabled() and not is_recomputed)
@@ -82,9 +82,9 @@ class UnitScheduler:
         running[unit] = call
         for tensor in find_tensors((args, kwargs))[0]:
             if tensor.grad_fn is not None:
-                # The node of this tensor is older than those of the call, and autograd runs the newest first: when it
-                # runs, the call has no node left. The accumulation into a leaf does not wait for its turn. One tensor
-                # is enough: a cache may hold those of all earlier calls.
+                # Autograd runs newer nodes first: when it gets to the gradient of an input, all nodes of the call have
+                # run. Leaves are left out, because autograd accumulates into them out of this order. The first input
+                # is enough: a cache may pass thousands.
                 if not call.inputs:
                     tensor.register_hook(lambda _grad: self._end(call))
                 call.inputs[id(tensor)] = tensor._version
@@ -107,7 +107,7 @@ class UnitScheduler:
             call.saved.__exit__()
         # Before the unit is resharded: what is still to be read of it retains it.
         if not is_complete or (unit.has_side_outputs and torch.is_grad_enabled()):
-            self._access.retain(unit)
+            self._access.keep_until_later(unit)
         for tensor in tensors:
             if (other := self._access.unit_of_tensor(tensor)) is not None:  # a parameter, or a view of one
                 self._access.read(other)
@@ -134,7 +134,7 @@ class UnitScheduler:
         self._in_backward[call] = None
         call.graph_task = current_graph_task()
         if torch.is_grad_enabled():  # `create_graph`: another backward will read what this one reads
-            self._access.retain(call.unit)
+            self._access.keep_until_later(call.unit)
 
     def _end(self, call: Call) -> None:
         """End the backward of a call, if it has begun: reshard its unit. See [Note: marking ready]."""

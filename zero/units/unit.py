@@ -9,7 +9,8 @@
     `gathered()`                         its context ends
     the step, or the next forward        then; if it is not known when autograd reads it for the last time
 
-A unit that is prefetched has no reader until it runs; the end of backward frees it if it never does. The update, and
+A unit that is prefetched has no reader until it runs; the end of the next backward frees it if it never does, a nested
+one if it ran there. The update, and
 loading a checkpoint, shard all units whatever their readers: they write the owned shards.
 """
 

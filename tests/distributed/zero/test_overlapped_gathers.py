@@ -87,7 +87,8 @@ def waits_for_gathers(
         READS[read](model, optimizer)
     gathers = [event for event in events if event.op == "all_gather" and event.phase != "agreement"]
     del gathers[len(model.buckets) :]  # those of what has been loaded
-    readers = [{reader_of(model._guard.names[param]) for param in bucket.grads.parts} for bucket in model.buckets]
+    names = {param: name for name, param in module.named_parameters()}
+    readers = [{reader_of(names[param]) for param in bucket.grads.parts} for bucket in model.buckets]
     waits = [None if gather.awaited is None else int(gather.awaited) - 1 for gather in gathers]
     return waits, readers, [param.detach().clone() for param in module.parameters()]
 

@@ -27,6 +27,7 @@ b sm sv  b sv sm
 b sm zv  b sv zm
 b sm  b sm  a b sm sv  b sv zm
 b z  b sm zv  b zv  a sm sv
+a zv  b sm sv
 """  # both step; they alternate, as in a GAN; gradients of the one that waits add up; gradients are discarded
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from data.blend import open_samples
+from data.epochs import build_epoch
 from data.errors import DataError
 from data.indexed import IndexedDataset
 from data.samples import MAX_EPOCHS_AHEAD, PARTS, PackedSamples, split_documents
@@ -23,7 +24,7 @@ def test_a_sample_is_the_tokens_that_a_walk_through_the_epoch_finds(counting_cor
     samples = _packed(counting_corpus)
     dataset = IndexedDataset(counting_corpus)
     for epoch in range(3):
-        order = samples._build(epoch)
+        order = build_epoch(dataset.sequence_lengths, seq_length=SEQ_LENGTH, seed=3, epoch=epoch)
         stream = [token for document in order.document_order for token in dataset[document].tolist()]
         for index, number in enumerate(order.shuffle.tolist()):
             expected = stream[number * SEQ_LENGTH : (number + 1) * SEQ_LENGTH + 1]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from tests.scenarios import DEFAULT, GROUPS, WIDTH, Blocks, Run, mean_square, scenario
+from tests.scenarios import DEFAULT, GROUPS, WIDTH, Blocks, Configuration, Run, mean_square, scenario
 from zero import uneven
 
 
@@ -68,6 +68,19 @@ def test_ranks_use_experts_of_their_own_if_a_unit_contains_them_all(run: Run) ->
     settings = {"units": ("blocks.*",)} if run.shards_parameters else {}
     model = run.wrap(Mixture(), **settings)
     run.train(model, run.optimizer(model), steps=range(4))
+
+
+@scenario([Configuration(2)])
+def test_a_micro_batch_of_a_rank_reaches_no_parameter(run: Run) -> None:
+    model, optimizer = run.start(Blocks())
+    for step in range(2):
+        optimizer.zero_grad()
+        with model.accumulate():
+            losses = [mean_square(model, part) / len(run.parts(step)) for part in run.parts(step)]
+            for loss in losses[1:] if run.is_plain else losses[: run.data.rank]:  # all but that of the first rank
+                loss.backward()
+        run.record(mean_square(model, run.batch(10 + step))).backward()
+        optimizer.step()
 
 
 @scenario([configuration for configuration in DEFAULT if configuration.stage < 3])

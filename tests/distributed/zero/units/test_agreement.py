@@ -22,7 +22,7 @@ from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
 from zero.order import agreement
 from zero.order.agreement import DivergedRanks
-from zero.order.host_barrier import BrokenBarrier, HostBarrier
+from zero.order.host_barrier import HostBarrier
 from zero.partition.config import ZeroConfig
 
 T = TypeVar("T")
@@ -334,26 +334,6 @@ def test_a_rank_that_unwraps_alone_is_named():
     for text in run_ranks(2, error_of, build_branches, steps, 1):
         assert text.startswith("ranks are at different points of a step: ")
         assert "gathers parameters to read them after 0 micro-batches" in text
-
-
-def wait_for_each(purposes: list[list[str]], clock: Clock) -> list[str]:
-    """Wait at a barrier once for each purpose of this rank; return the errors."""
-    barrier, messages = HostBarrier(Mesh.create(tensor_size=1).data, clock), []
-    for purpose in purposes[dist.get_rank()]:
-        try:
-            barrier.wait(purpose)
-        except BrokenBarrier as error:
-            messages.append(str(error))
-    dist.barrier()  # another rank may still wait
-    return messages
-
-
-def test_ranks_with_another_purpose_or_missing_ones_are_named():
-    messages = run_ranks(3, wait_for_each, [["eats"] * 2, ["eats"] * 2, ["eats", "sleeps"]], Clock())
-    assert all(len(texts) == 1 and "sleeps" in texts[0] and "eats" in texts[0] for texts in messages)
-
-    messages = run_ranks(2, wait_for_each, [["eats"], []], Clock(step=1e6))
-    assert messages == [["data rank 0 eats, and of 2 ranks 1 did so within 900 s"], []]
 
 
 def leave() -> None:

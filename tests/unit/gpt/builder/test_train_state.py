@@ -56,13 +56,6 @@ def test_the_optimizer_is_that_of_the_settings(arguments, kind):
     assert (len(updates.matrices) if isinstance(updates, MatrixUpdates) else 0) == (6 if kind in (Muon, Soap) else 0)
 
 
-def test_an_implementation_that_has_no_such_optimizer_is_refused():
-    with pytest.raises(ConfigError, match=r"optimizer\.implementation=apex has AdamW only, and name=muon"):
-        parse_settings([f"--config={BASE}", "--optimizer.name=muon", "--optimizer.implementation=apex"])
-    with pytest.raises(ConfigError, match=r"optimizer\.momentum=0\.0 has no Nesterov momentum"):
-        parse_settings([f"--config={BASE}", "--optimizer.name=sgd", "--optimizer.momentum=0"])
-
-
 def test_the_precision_of_fp32_products_is_set_and_logged(caplog):
     caplog.set_level(logging.INFO)
     for arguments, expected in [(["--train.float32_matmul_precision=high"], "high"), ([], "highest")]:

@@ -129,6 +129,19 @@ def test_the_largest_micro_batch_is_considered_and_none_above_it():
     assert (min(sizes), max(sizes)) == (1, MAX_MICRO_BATCH)
 
 
+def test_audits_take_the_time_of_a_micro_batch_in_some_steps_and_leaves_go_to_all_ranks_of_other_nodes():
+    cluster, layout = ClusterSpec.load(ROOT / "configs/clusters/dgx-h100.yaml"), "--train.reproducible=layout"
+    stage_2, found = CandidateLayout(1, 2, "none", micro_batch_size=2), list[float]()
+    for options in ([], [layout], [layout, "--guard.audit_every=5"]):
+        settings = parse_settings([*TINY, "--train.global_batch_size=128", *options])
+        prediction = predict(stage_2, settings, cluster, 16)
+        assert prediction is not None
+        found.append(prediction.seconds)
+    of_ring, without, with_audits = found
+    assert with_audits == pytest.approx(without * (1 + 1 / (4 * 5)))  # of 4 micro-batches in every fifth step
+    assert without > of_ring
+
+
 IN_FP32 = "--zero.sum_over_ranks=fp32 --zero.reduce_dtype=bf16"
 LAYOUT = "--train.reproducible=layout --train.reproducible_blocks"
 

@@ -50,7 +50,7 @@ def wrapped(module: nn.Module) -> ZeroDataParallel:
 
 def unsharded(model: ZeroDataParallel) -> list[str]:
     """Return the names of parameters whose full buffers are allocated, without their last part."""
-    names = {model._guard.names[flat.params[0]] for flat in model.flats if not flat.is_sharded}
+    names = {flat.layout.spans[0].name for flat in model.flats if not flat.is_sharded}
     return sorted(name.rpartition(".")[0] for name in names)
 
 
