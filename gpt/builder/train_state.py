@@ -183,7 +183,8 @@ def build(settings: Settings, mesh: Mesh, device: torch.device) -> TrainState:
         check_compiler(device)
     activations = chosen_activations(settings, mesh, tokens.replicas, device)
     if settings.data.mask_documents:
-        logger.info("documents: kept apart by %s", describe_documents(settings.model, device, train.dtype))
+        how = describe_documents(settings.model, device, train.dtype)
+        logger.info("documents: kept apart by %s; FLOPs and MFU count one a sequence", how)
     with ShardedInit(mesh.data, settings.zero.policy, settings.zero.prefetch_numel, settings.offload) as init:
         sum_dtype = settings.zero.gradient_types(train.dtype).reduce
         if settings.zero.policy.adds_leaves:  # each gradient is summed by itself: of the same type in each stage

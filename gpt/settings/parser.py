@@ -66,6 +66,14 @@ def parse_settings(
 
     Raises ConfigError, with a message of one line, if anything in the settings is wrong.
     """
+    return _build(Settings, "", None, given_settings(arguments, num_ranks, show))
+
+
+@messages_in_option_names()
+def given_settings(
+    arguments: Sequence[str], num_ranks: int | None = None, show: Callable[[Table], None] = lambda table: None
+) -> Layer:
+    """Return what a command line gives, {dotted name: value and origin}, with the arguments of `parse_settings`."""
     files, options = _layers(arguments)
     files = _merged(_initial_model(_merged(files, options), show), files)
     given = _merged(files, options)
@@ -77,7 +85,7 @@ def parse_settings(
         layer = {name: Given(value, f"{path}: ") for name, value in translated.items()}
         given = _merged(files, layer, options)
         del given[DEEPSPEED_CONFIG]
-    return _build(Settings, "", None, given)
+    return given
 
 
 def _initial_model(given: Layer, show: Callable[[Table], None]) -> Layer:

@@ -1,7 +1,7 @@
 """The log of a dry run with the blocks compiled: inductor's kernels in the place of the eager ones."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -9,14 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpt.kernels.norms import NORMS
-from gpt.model.transformer import POSITIONS, Block, Sequences
+from gpt.kernels.documents import Documents
+from gpt.model.transformer import GPT, Sequences
 from gpt.settings.settings import Settings
 from gpt.settings.training import Fp8Settings
 from gpt.shape.config import ModelConfig
 from lab.observe.compiled_kernels import CompiledRegion, compiled_region, splice
 from lab.observe.kernel_log import Kernel
 from parallel.mesh import Axis
+from parallel.tensor.blocks import RunBlock
 from parallel.tensor.linear_cross_entropy import rows_of_chunks
 from parallel.tensor.softmax import Softmax, log_sums_to_gradients_
 from parallel.tensor.token_layout import ReplicatedTokens
@@ -42,8 +43,9 @@ def with_compiled_code(
         softmax = Softmax(cap=one_layer.logit_cap, z_loss=train.z_loss)
         regions += [loss_region(one_layer, softmax, num_rows, train.dtype) for num_rows in rows_of_chunks(num_tokens)]
     if has_no_tensor_axis and train.compiles_blocks and activations.store == "none":
+        of_block = one_layer, train.micro_batch_size, train.dtype, settings.data.mask_documents
         kinds = [train.fp8, None] if train.matmul == "fp8" else [None]  # the first and last blocks may not be in FP8
-        regions += [block_region(one_layer, train.micro_batch_size, train.dtype, kind) for kind in kinds]
+        regions += [block_region(*of_block, kind) for kind in kinds]
     elif train.compiles_blocks:
         logger.warning("kernels of compiled blocks are counted eager with tensor parallelism or recomputation")
     return splice(kernels, [region for region in regions if region is not None])
@@ -63,21 +65,30 @@ def loss_region(config: ModelConfig, softmax: Softmax, num_rows: int, dtype: tor
 
 @cache
 def block_region(
-    config: ModelConfig, num_sequences: int, dtype: torch.dtype, fp8: Fp8Settings | None = None
+    config: ModelConfig, num_sequences: int, dtype: torch.dtype, masks_documents: bool, fp8: Fp8Settings | None
 ) -> CompiledRegion | None:
     """Return the kernels of one block, eager and compiled; None, with a warning, if they cannot be counted."""
 
     def build() -> tuple[nn.Module, tuple[Any, ...]]:
+        calls: list[tuple[Tensor, Sequences]] = []
+
+        def keep_call(blocks: Sequence[RunBlock], x: Tensor) -> Tensor:
+            (block,) = blocks
+            assert isinstance(block, partial)
+            calls.append((x.detach().requires_grad_(), block.keywords["sequences"]))
+            return x
+
         default_dtype = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
         try:
-            block = Block(config, ReplicatedTokens(Axis.trivial("tensor")), NORMS[config.norm])
-            if fp8 is not None:
-                convert(block, fp8.recipe, use_fast_accum=fp8.use_fast_accum, emulate=fp8.emulate, device=HOPPER)
-            x = torch.empty(num_sequences * config.seq_length, config.hidden_size, requires_grad=True)
-            rotation = POSITIONS[config.positions](config).rotation(torch.arange(config.seq_length), dtype)
+            model = GPT(config, ReplicatedTokens(Axis.trivial("tensor")), keep_call)
         finally:
             torch.set_default_dtype(default_dtype)
-        return block, (x, Sequences(num_sequences, rotation))
+        ids = torch.zeros(num_sequences, config.seq_length, dtype=torch.int64)
+        documents = Documents(ids, torch.empty(num_sequences + 1, dtype=torch.int32)) if masks_documents else None
+        model.last_hidden(ids, documents)
+        if fp8 is not None:
+            convert(model.blocks, fp8.recipe, use_fast_accum=fp8.use_fast_accum, emulate=fp8.emulate, device=HOPPER)
+        return model.blocks[0], calls[0]
 
     return compiled_region(build)

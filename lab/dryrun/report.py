@@ -44,6 +44,8 @@ def run_and_report(settings: Settings, console: RunConsole) -> dict[str, Any]:
 
         report = make_report(recording, settings.dry_run, settings.train.global_batch_size, timeline, saved_bytes)
         console.say(headline(report))
+        if settings.data.mask_documents:
+            console.say("documents are kept apart: time, FLOPs and MFU are those of one document a sequence")
         if "matrices" in report:
             console.say(matrices_line(report["matrices"]))
         if timeline:

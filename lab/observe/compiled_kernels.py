@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lab.observe.fake_tensors import QuickFakeTensorMode, instances_in
 from lab.observe.kernel_log import Kernel, KernelLog, attention_of, product_of, recipe_of
 from lab.observe.operation_observer import observe_operations
-from parallel.torch_internals import schema_of
+from parallel.torch_internals import schema_of, tree_map
 
 logger = logging.getLogger(__name__)
 
@@ -130,17 +130,16 @@ def _compiled_kernels(build: Build) -> dict[str, list[Kernel]]:
     with mode:
         function, arguments = build()
         parameters = _parameters(function)
-        leaves, structure = inductor.tree_flatten(arguments)  # tensors inside others, such as rotations, are inputs too
 
         def of_tensors(*tensors: Tensor) -> Any:
             given = iter(tensors)
-            own = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            called_with = inductor.tree_unflatten(own, structure)
+            called_with = tree_map(lambda leaf: next(given) if isinstance(leaf, Tensor) else leaf, tuple(arguments))
             if not isinstance(function, nn.Module):
                 return function(*called_with)
             return torch.func.functional_call(function, {name: next(given) for name in parameters}, called_with)
 
-        tensors = [*(leaf for leaf in leaves if isinstance(leaf, Tensor)), *parameters.values()]
+        # Those inside of arguments, too: a tensor that is no input would be a constant, which cannot be a fake one.
+        tensors = [*instances_in(arguments, Tensor), *parameters.values()]
         graphs = inductor.trace(of_tensors, tensors, mode)
     return {
         phase: [

@@ -28,11 +28,8 @@ from torch._inductor.runtime.hints import DeviceProperties
 from torch._inductor.scheduler import BaseSchedulerNode
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
-__all__ = [
-    "FakeTensorMode", "bytes_of", "is_no_kernel", "operations_of", "plan", "trace", "tree_flatten", "tree_unflatten",
-]  # fmt: skip
+__all__ = ["FakeTensorMode", "bytes_of", "is_no_kernel", "operations_of", "plan", "trace"]
 
 IMITATED = torch.device("cuda", 0)
 # What inductor reads of a GPU to decide on the fusion and the splitting of loops: those of an H100.

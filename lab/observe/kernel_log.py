@@ -38,6 +38,9 @@ FUSED_ATTENTION = {
     for kind in ("flash", "efficient", "cudnn")
     for suffix in ("", "_for_cpu", "_backward", "_for_cpu_backward")
 }
+# {attention of variable lengths, of tensors (tokens, heads, head_dim): (positions of q and of the first tokens of the
+# stretches, products)}
+ATTENTION_OF_STRETCHES = {"_varlen_attn": (0, 3, 2), "_varlen_attn_backward": (1, 6, 5)}
 OVERWRITES = {"copy_", "fill_", "zero_", "normal_", "bernoulli_"}  # write their argument without reading it
 
 
@@ -86,7 +89,7 @@ class KernelLog:
     def on_operation(self, function: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> None:
         if not runs_a_kernel(function, args):
             return
-        name = schema_of(function).name.removeprefix("aten::")
+        name = schema_of(function).name.split("::")[1]
         tensors = list(instances_in((args, _without_outputs(function, kwargs)), Tensor))
         results = list(instances_in((output,), Tensor))
         if tensors or results:
@@ -153,7 +156,16 @@ def recipe_of(name: str, args: Any) -> str:
 
 
 def attention_of(name: str, args: Any) -> tuple[int, int, int, int, int] | None:
-    """Return what `Kernel.attention` says of a fused attention, None of any other operation."""
+    """Return what `Kernel.attention` says of a fused attention, None of any other operation.
+
+    Stretches of variable lengths are taken to have equal ones, since tensors without values do not say which.
+    """
+    if name in ATTENTION_OF_STRETCHES:
+        of_query, of_starts, num_products = ATTENTION_OF_STRETCHES[name]
+        num_tokens, num_heads, head_dim = args[of_query].shape
+        num_stretches = len(args[of_starts]) - 1
+        length = num_tokens // num_stretches
+        return num_heads * num_stretches, length, length, head_dim, num_products
     if (found := FUSED_ATTENTION.get(name)) is None:
         return None
     (query, key), num_products = found

@@ -1,13 +1,14 @@
 """All layouts of a run by closed forms: those that fit, the fastest first, and the deepest models that they allow."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
 from gpt.settings.settings import Settings
 from lab.measure.cluster import ClusterSpec
-from lab.planner.layouts import CandidateLayout, Prediction, candidate_layouts, fits, predict
+from lab.planner.layouts import FIELDS, CandidateLayout, Prediction, candidate_layouts, fits, predict, value_of
 from parallel.errors import ConfigError
+from parallel.fields import shown
 
 
 @dataclass(frozen=True)
@@ -18,25 +19,31 @@ class Plan:
     too_large: list[Prediction]  # the layout with the least device memory of each partition in which none fits
 
 
-def make_plan(settings: Settings, cluster: ClusterSpec, world_size: int) -> Plan:
-    """Return the plan for a world. Raise ConfigError if no layout divides it and the batch, or none fits."""
-    layouts = candidate_layouts(cluster.gpus_per_node, settings.train.global_batch_size, settings.offload.mode)
-    predictions = (predict(layout, settings, cluster, world_size) for layout in layouts)
-    possible = [found for found in predictions if found is not None]
-    if not possible:
-        raise ConfigError(
-            f"no layout divides train.global_batch_size={settings.train.global_batch_size} sequences over "
-            f"{world_size} ranks; choose a multiple of {world_size}"
+class DoesNotFit(ConfigError):
+    """No layout fits; `smallest` is the one with the least memory."""
+
+    def __init__(self, smallest: Prediction, cluster: ClusterSpec, world_size: int):
+        needed, usable, where = smallest.device_bytes / 1e9, cluster.usable_gpu_bytes / 1e9, ""
+        if needed <= usable:
+            needed, usable, where = smallest.host_bytes / 1e9, cluster.host_memory_gb, " of a node's host"
+        super().__init__(
+            f"the model does not fit on {world_size} GPUs: the layout with the least memory ({smallest.layout}) needs "
+            f"{needed:.1f} GB of {usable:.1f}{where}, {needed - usable:.1f} too much"
         )
+        self.smallest = smallest
+
+
+def make_plan(settings: Settings, cluster: ClusterSpec, world_size: int, fixed: Collection[str] = ()) -> Plan:
+    """Return the plan for a world, in which the settings named in `fixed` keep their values.
+
+    Raise ConfigError if no layout divides the world and the batch, or keeps what is fixed; DoesNotFit if none fits.
+    """
+    possible = possible_layouts(settings, cluster, world_size, fixed)
+    if not possible:
+        raise ConfigError(_refusal(settings, cluster, world_size, fixed))
     fitting = [found for found in possible if fits(found, cluster)]
     if not fitting:
-        usable = cluster.usable_gpu_bytes
-        smallest = min(possible, key=lambda found: found.device_bytes)
-        raise ConfigError(
-            f"the model does not fit on {world_size} GPUs: the layout with the least memory ({smallest.layout}) needs "
-            f"{smallest.device_bytes / 1e9:.1f} GB of {usable / 1e9:.1f}, {(smallest.device_bytes - usable) / 1e9:.1f} "
-            "too much; use more nodes or a smaller model"
-        )
+        raise DoesNotFit(min(possible, key=lambda found: found.device_bytes), cluster, world_size)
     fastest = dict.fromkeys(found for rank in RANKS for found in fastest_of_families(fitting, rank))
     partitions = {found.layout.partition for found in possible} - {found.layout.partition for found in fitting}
     too_large = [
@@ -44,6 +51,34 @@ def make_plan(settings: Settings, cluster: ClusterSpec, world_size: int) -> Plan
         for one in sorted(partitions)
     ]
     return Plan(sorted(fastest, key=closed_form_rank), too_large)
+
+
+def possible_layouts(
+    settings: Settings, cluster: ClusterSpec, world_size: int, fixed: Collection[str]
+) -> list[Prediction]:
+    """Return the predictions of all layouts that divide the world, the batch and the model."""
+    layouts = candidate_layouts(cluster.gpus_per_node, settings, fixed)
+    predictions = (predict(layout, settings, cluster, world_size) for layout in layouts)
+    return [found for found in predictions if found is not None]
+
+
+def _refusal(settings: Settings, cluster: ClusterSpec, world_size: int, fixed: Collection[str]) -> str:
+    """Return a message that names the fixed setting for which no layout is possible."""
+    batch = settings.train.global_batch_size
+    for name in fixed:
+        others = possible_layouts(settings, cluster, world_size, set(fixed) - {name})
+        values = {getattr(found.layout, FIELDS[name]) for found in others}
+        if values:
+            choices = ", ".join(map(shown, sorted(values, key=lambda one: (one is None, one))))
+            return (
+                f"{name}={shown(value_of(settings, name))} cannot be kept on {world_size} GPUs with "
+                f"train.global_batch_size={batch}; choose {choices}"
+            )
+    kept = f" with {', '.join(f'{name}={shown(value_of(settings, name))}' for name in fixed)}" if fixed else ""
+    return (
+        f"no layout divides train.global_batch_size={batch} sequences over {world_size} ranks{kept}; choose a multiple "
+        f"of {world_size}"
+    )
 
 
 def fastest_of_families(predictions: list[Prediction], rank: Callable[[Prediction], Any]) -> list[Prediction]:
@@ -71,7 +106,9 @@ def overlapped_rank(found: Prediction) -> tuple[float, int]:
 RANKS = closed_form_rank, overlapped_rank
 
 
-def deepest_models(settings: Settings, cluster: ClusterSpec, world_size: int) -> list[tuple[int, CandidateLayout]]:
+def deepest_models(
+    settings: Settings, cluster: ClusterSpec, world_size: int, fixed: Collection[str] = ()
+) -> list[tuple[int, CandidateLayout]]:
     """Return (number of layers that fit by closed forms, layout) for each family of layouts, the deepest first.
 
     A family is represented by the layout with the smallest micro-batch that divides the batch. Raise ConfigError if
@@ -81,11 +118,10 @@ def deepest_models(settings: Settings, cluster: ClusterSpec, world_size: int) ->
     def with_depth(num_layers: int) -> Settings:
         return replace(settings, model=replace(settings.model, num_layers=num_layers))
 
-    make_plan(with_depth(1), cluster, world_size)
+    make_plan(with_depth(1), cluster, world_size, fixed)
     smallest: dict[tuple, CandidateLayout] = {}
-    for layout in candidate_layouts(cluster.gpus_per_node, settings.train.global_batch_size, settings.offload.mode):
-        if predict(layout, settings, cluster, world_size) is not None:
-            smallest.setdefault(layout.family, layout)
+    for found_layout in possible_layouts(settings, cluster, world_size, fixed):
+        smallest.setdefault(found_layout.layout.family, found_layout.layout)
     found = []
     for layout in smallest.values():
 

@@ -1,9 +1,9 @@
 """Layouts that a run could use, and the memory and time that closed forms predict for each."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 from gpt.builder.activation_store import block_sum_bytes, sent_bytes, workload
 from gpt.builder.closed_forms import moment_bytes, parameters_of_rank
@@ -14,6 +14,7 @@ from gpt.shape.flops import hardware_flops
 from lab.dryrun.costs.collectives import MeshShape, group_along
 from lab.measure.cluster import ClusterSpec
 from parallel.comm_log import CommLog
+from parallel.errors import ConfigError
 from parallel.mesh import HALF_TYPES, Axis
 from zero.activations.choice import Hardware, Workload, exposed_seconds, model_parallel_volume, stored_bytes
 from zero.activations.stores import STORES, StoreName
@@ -27,6 +28,16 @@ from zero.partition.stage import STAGES, Division, Lifetime
 ASSUMED_PEAK_FRACTION = 0.5  # fraction of the peak rate that computation is assumed to reach
 MAX_MICRO_BATCH = 128
 PlannedStore = Literal["none", "selective", StoreName]  # of activations.store: all but auto
+FIELDS = {  # {setting: field of a layout}
+    "parallel.tensor_size": "tensor_size",
+    "parallel.shard_size": "shard_size",
+    "zero.stage": "stage",
+    "zero.optimizer_over": "optimizer_over",
+    "zero.accumulate": "accumulate",
+    "activations.store": "store",
+    "offload.mode": "offload",
+    "train.micro_batch_size": "micro_batch_size",
+}
 
 
 @dataclass(frozen=True)
@@ -52,32 +63,22 @@ class CandidateLayout:
         """The settings other than the micro-batch size."""
         return *self.partition, self.store, self.accumulate
 
-    def applied_to(self, settings: Settings) -> Settings:
-        """Return the settings with this layout."""
-        return replace(
-            settings,
-            parallel=replace(settings.parallel, tensor_size=self.tensor_size, shard_size=self.shard_size),
-            zero=replace(
-                settings.zero, stage=self.stage, accumulate=self.accumulate, optimizer_over=self.optimizer_over
-            ),
-            activations=replace(settings.activations, store=self.store),
-            offload=replace(settings.offload, mode=self.offload),
-            train=replace(settings.train, micro_batch_size=self.micro_batch_size),
-        )
+    @classmethod
+    def of(cls, settings: Settings) -> Self:
+        """Return the layout of settings, whose store and mode of offload are not `auto`."""
+        return cls(**{field: value_of(settings, name) for name, field in FIELDS.items()})
 
-    def options(self, global_batch_size: int) -> list[str]:
-        """Return the options of the training program that select this layout."""
-        return [
-            f"--parallel.tensor_size={self.tensor_size}",
-            f"--parallel.shard_size={self.shard_size or 'null'}",
-            f"--zero.stage={self.stage}",
-            f"--zero.optimizer_over={self.optimizer_over}",
-            f"--zero.accumulate={self.accumulate}",
-            f"--activations.store={self.store}",
-            f"--offload.mode={self.offload}",
-            f"--train.micro_batch_size={self.micro_batch_size}",
-            f"--train.global_batch_size={global_batch_size}",
-        ]
+    def applied_to(self, settings: Settings) -> Settings:
+        """Return the settings with this layout. Raise ConfigError if they refuse it."""
+        return with_values(settings, {name: getattr(self, field) for name, field in FIELDS.items()})
+
+    @property
+    def simplicity(self) -> tuple[int, int]:
+        """The states that are divided or offloaded, and the tensor size: of layouts that tie, the least wins."""
+        policy = STAGES[self.stage]
+        states = policy.optimizer, policy.gradients, policy.parameters
+        num_divided = sum(division is not Division.NONE for division in states)
+        return num_divided + (self.offload != "accelerator"), self.tensor_size
 
     def __str__(self) -> str:
         return f"{self.division}, micro-batch {self.micro_batch_size}"
@@ -91,6 +92,21 @@ class CandidateLayout:
         parts += [self.store]
         parts += ["local"] if self.accumulate == "local" else []
         return ", ".join([*parts, *(["offload"] if self.offload == "host" else [])])
+
+
+def value_of(settings: Settings, name: str) -> Any:
+    """Return the value of a setting by its dotted name, such as zero.stage."""
+    group, _, field = name.partition(".")
+    return getattr(getattr(settings, group), field)
+
+
+def with_values(settings: Settings, values: Mapping[str, Any]) -> Settings:
+    """Return the settings with other values, {dotted name: value}. Raise ConfigError if they are refused."""
+    groups: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        group, _, field = name.partition(".")
+        groups.setdefault(group, {})[field] = value
+    return replace(settings, **{group: replace(getattr(settings, group), **own) for group, own in groups.items()})
 
 
 @dataclass(frozen=True)
@@ -111,8 +127,8 @@ class Prediction:
 def predict(layout: CandidateLayout, settings: Settings, cluster: ClusterSpec, world_size: int) -> Prediction | None:
     """Return the prediction, or None if the layout does not divide the world, the global batch or the model.
 
-    Local accumulation of a single micro-batch is nothing, and neither is a single group, so for such a layout it
-    returns None too.
+    It is None too for a layout that settings refuse, for a single group, and for local accumulation of a single
+    micro-batch, which is nothing.
     """
     model, train = settings.model, settings.train
     data_size, uneven = divmod(world_size, layout.tensor_size)
@@ -126,7 +142,10 @@ def predict(layout: CandidateLayout, settings: Settings, cluster: ClusterSpec, w
     is_one_group = layout.shard_size is not None and group_size >= data_size
     if is_one_group or data_size % group_size or group_size % settings.parallel.context_size:
         return None
-    settings = layout.applied_to(settings).with_gradient_types(data_size)
+    try:
+        settings = layout.applied_to(settings).with_gradient_types(data_size)
+    except ConfigError:
+        return None
     work = planned_workload(settings, data_size)
     checkpoints_on_host = 0.0
     if layout.store == "partition_host":
@@ -277,29 +296,46 @@ def gathered_bytes(settings: Settings, sizes: tuple[int, int], num_micro_batches
     return axis_bytes(settings.zero.policy, num_bytes, sizes, num_micro_batches, gradient_bytes=(0.0, 0.0))[0]
 
 
-def candidate_layouts(gpus_per_node: int, global_batch_size: int, offload: Mode) -> Iterator[CandidateLayout]:
+def candidate_layouts(gpus_per_node: int, settings: Settings, fixed: Collection[str] = ()) -> Iterator[CandidateLayout]:
     """Yield every layout to consider; with offload.mode=auto, each with and without offload.
 
-    The layouts of a family are in ascending order of micro-batch size.
+    Settings that are `fixed`, names of FIELDS, have their value in all of them. The layouts of a family are in
+    ascending order of micro-batch size.
     """
-    modes: tuple[Mode, ...] = ("accelerator", "host") if offload == "auto" else (offload,)
-    tensor_sizes = [2**n for n in range(20) if gpus_per_node % 2**n == 0]
-    micro_batches = [b for b in range(1, MAX_MICRO_BATCH + 1) if global_batch_size % b == 0]
-    for tensor_size in tensor_sizes:
-        stores: list[PlannedStore] = ["none", "selective", *STORES]
-        if tensor_size == 1:
-            stores.remove("partition")
-        for stage, policy in STAGES.items():
+
+    def values(name: str, searched: Iterable[Any]) -> list[Any]:
+        return [value_of(settings, name)] if name in fixed else list(searched)
+
+    mode, batch = settings.offload.mode, settings.train.global_batch_size
+    modes: tuple[Mode, ...] = ("accelerator", "host") if mode == "auto" else (mode,)
+    micro_batches = values("train.micro_batch_size", (b for b in range(1, MAX_MICRO_BATCH + 1) if batch % b == 0))
+    for tensor_size in values("parallel.tensor_size", tensor_sizes(gpus_per_node)):
+        stores = values(
+            "activations.store",
+            (one for one in ("none", "selective", *STORES) if one != "partition" or tensor_size > 1),
+        )
+        for stage in values("zero.stage", STAGES):
             # Left out: stage 2 that accumulates locally, which is stage 1, and groups that accumulate locally, since
             # reductions inside a node are fast.
+            policy = STAGES[stage]
             is_stage = replace(policy, gradients=Division.NONE) in STAGES.values()
             sums: tuple[Accumulate, ...] = ("reduce",) if is_stage else get_args(Accumulate)
             divisions: list[tuple] = [(accumulate, None, "group") for accumulate in sums]
             node_size = gpus_per_node // tensor_size
             if policy.gradients is not Division.NONE and node_size > 1:
                 divisions += [("reduce", node_size, over) for over in get_args(OptimizerOver)]
-            for store, mode, division, micro_batch in product(stores, modes, divisions, micro_batches):
+            names = "zero.accumulate", "parallel.shard_size", "zero.optimizer_over"
+            kept = dict.fromkeys(
+                tuple(values(name, [value])[0] for name, value in zip(names, division, strict=True))
+                for division in divisions
+            )
+            for store, mode, division, micro_batch in product(stores, modes, kept, micro_batches):
                 yield CandidateLayout(tensor_size, stage, store, micro_batch, mode, *division)
+
+
+def tensor_sizes(gpus_per_node: int) -> list[int]:
+    """Return the sizes of the tensor axis that are searched."""
+    return [2**n for n in range(20) if gpus_per_node % 2**n == 0]
 
 
 def fits(prediction: Prediction, cluster: ClusterSpec) -> bool:

@@ -1,15 +1,18 @@
-"""The planner, which finds the fastest layout to train a model on a cluster, or the largest model that fits.
+"""The planner, which finds the layout with which a model trains on a cluster, or the largest model that fits.
 
     python -m lab.planner.plan --cluster configs/clusters/dgx-2.yaml --nodes 25 --config FILE [--largest]
     python -m lab.planner.plan --cluster configs/clusters/dgx-2.yaml --nodes 8 16 25 --config FILE --front PLOT.png
 
-Closed forms rank all layouts, once as if computation hid no traffic of the data axis, and once as if it hid all that it
-can; the best few of both orders are then verified by dry runs at two shallow depths.
+Settings of the layout that are given, as options or in FILE, are kept; --free names those that are searched all the
+same. Closed forms rank all other layouts, once as if computation hid no traffic of the data axis, and once as if it hid
+all that it can; the best few of both orders are then verified by dry runs at two shallow depths. Of those whose times
+differ by less than the error of the projection, the simplest one wins.
 """
 
 import argparse
+import math
 import sys
-from collections.abc import Callable
+from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,182 +21,206 @@ from rich.console import Console
 from rich.table import Table
 
 from gpt.monitor.console import make_console, print_table
+from gpt.monitor.units import COUNTS
 from gpt.settings.option_names import messages_in_option_names
-from gpt.settings.parser import parse_settings
+from gpt.settings.parser import given_settings, parse_settings
+from gpt.settings.schedule import consumed_samples_after
 from gpt.settings.settings import Settings
 from lab.dryrun.collectives import right_aligned
 from lab.dryrun.run_cost import RunCost
 from lab.measure.cluster import ClusterSpec
-from lab.planner.closed_forms import RANKS, Plan, deepest_models, make_plan
-from lab.planner.depth import DepthExtrapolation, Estimate, extrapolate, shallow_runs
+from lab.planner.closed_forms import Plan, deepest_models
+from lab.planner.depth import Estimate
 from lab.planner.front import Choice, front, front_table, plot_front, spread
-from lab.planner.layouts import CandidateLayout
+from lab.planner.layouts import FIELDS, CandidateLayout, with_values
 from lab.planner.plan_report import (
-    best_line,
-    estimate_fits,
-    launch_command,
-    model_tflops_per_gpu,
-    overridden,
-    plan_table,
+    chosen_lines,
+    closed_form_table,
+    constraint_lines,
+    launch_lines,
     too_large_line,
+    verified_table,
+)
+from lab.planner.remedies import remedies
+from lab.planner.search import (
+    DEFAULT_TO_VERIFY,
+    Search,
+    choose,
+    error_of,
+    estimate_fits,
+    extrapolate_layout,
+    show_progress,
+    verify,
+    verify_simpler,
 )
 from parallel.errors import ConfigError, exit_on_config_error
-
-MAX_DRY_RUNS = 3  # for each layout to verify, because some turn out not to fit
-DEFAULT_TO_VERIFY = 3  # layouts
-EstimateLayout = Callable[[CandidateLayout], Estimate]
-
-
-def extrapolate_layout(
-    layout: CandidateLayout, settings: Settings, cluster: ClusterSpec, world_size: int, folder: Path | None = None
-) -> DepthExtrapolation:
-    """Return the extrapolation from two shallow dry runs with the layout; `folder`, if there is one, keeps them."""
-    in_world = replace(settings, dry_run=replace(settings.dry_run, world_size=world_size))
-    settings = layout.applied_to(in_world)
-    return extrapolate(shallow_runs(settings, folder), cluster, settings.audit_share(world_size))
 
 
 @messages_in_option_names()
 def main(arguments: list[str]) -> None:
-    """Print a plan and the command that starts its best run."""
-    parser = argparse.ArgumentParser(prog="python -m lab.planner.plan", description=__doc__.splitlines()[0])
-    parser.add_argument("--cluster", required=True, help="cluster file, such as configs/clusters/dgx-2.yaml")
-    parser.add_argument("--nodes", type=int, nargs="+", required=True, help="number of nodes; several with --front")
-    parser.add_argument("--largest", action="store_true", help="find the largest number of layers that fits")
-    parser.add_argument("--front", metavar="PLOT", help="image file: also show which layouts save memory or GPU hours")
-    parser.add_argument("--verify", type=int, default=DEFAULT_TO_VERIFY, help="number of layouts to verify by dry runs")
-    own, others = parser.parse_known_args(arguments)
+    """Print a plan, and write the settings of its best run."""
+    own, others = _parser().parse_known_args(arguments)
     console = make_console()
-    cluster = ClusterSpec.load(own.cluster)
     if min(own.nodes) < 1 or own.verify < 1:
         raise ConfigError(f"--nodes={min(own.nodes)} or --verify={own.verify} is below 1; choose 1 or more")
     if len(own.nodes) > 1 and not own.front:
         raise ConfigError(f"--nodes={own.nodes} are {len(own.nodes)} numbers, which only --front=PLOT compares")
-    settings = parse_settings(others, own.nodes[0] * cluster.gpus_per_node, partial(print_table, console))
+    cluster = ClusterSpec.load(own.cluster)
+    given = {name: getattr(own, name) for name in ("reserved_gb", "dollars_per_gpu_hour")}
+    cluster = replace(cluster, **{name: value for name, value in given.items() if value is not None})
+    num_ranks = own.nodes[0] * cluster.gpus_per_node
+    settings = parse_settings(others, num_ranks, partial(print_table, console))
+    if own.tokens is not None:
+        settings = with_tokens(settings, own.tokens)
+    origins = constraints(others, num_ranks, own.free)
+    if "offload.mode" in (own.free or ()):
+        settings = with_values(settings, {"offload.mode": "auto"})
     settings = replace(settings, dry_run=replace(settings.dry_run, cluster=own.cluster))
-    num_nodes = own.nodes[0]
+    search = Search(settings, cluster, own.nodes[0], tuple(origins), own.verify)
+    for line in constraint_lines(settings, origins):
+        console.print(line)
     if own.front:
-        num_nodes, options = report_front(settings, cluster, own.nodes, own.verify, Path(own.front), console)
+        num_nodes, chosen = report_front(search, own.nodes, Path(own.front), console)
     else:
-        report = report_largest if own.largest else report_plan
-        options = report(settings, cluster, num_nodes * cluster.gpus_per_node, own.verify, console)
-    command = launch_command(num_nodes, cluster.gpus_per_node, overridden(others, options))
-    console.print(f"\nOn every node, where HOST is the first of them:\n{command}")
+        num_nodes, chosen = own.nodes[0], (report_largest if own.largest else report_plan)(search, console)
+    path = Path(own.output or f"{settings.run.dir}/plan.yaml")
+    write_settings(chosen, path)
+    for line in launch_lines(num_nodes, cluster.gpus_per_node, path):
+        console.print(line)
 
 
-def report_plan(
-    settings: Settings, cluster: ClusterSpec, world_size: int, num_to_verify: int, console: Console
-) -> list[str]:
-    """Print the layouts, and return the options of the fastest one that fits in a dry run."""
-    fitting = plan_and_verify(settings, cluster, world_size, num_to_verify, console)[1]
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m lab.planner.plan", description=__doc__.splitlines()[0])
+    parser.add_argument("--cluster", required=True, help="cluster file, such as configs/clusters/dgx-2.yaml")
+    parser.add_argument("--nodes", type=int, nargs="+", required=True, help="number of nodes; several with --front")
+    text = "search these settings of the layout although they are given; all, if none is named"
+    parser.add_argument("--free", nargs="*", metavar="SETTING", help=text)
+    parser.add_argument("--tokens", metavar="COUNT", help="length of the run, such as 300B; by default train.steps")
+    of_file = "; by default that of the cluster file"
+    parser.add_argument("--reserved_gb", type=float, help=f"memory of a GPU that is left free{of_file}")
+    parser.add_argument("--dollars_per_gpu_hour", type=float, help=f"price{of_file}")
+    text = "YAML file for the settings of the best run; by default run.dir/plan.yaml"
+    parser.add_argument("--output", metavar="FILE", help=text)
+    parser.add_argument("--largest", action="store_true", help="find the largest number of layers that fits")
+    parser.add_argument("--front", metavar="PLOT", help="image file: also show which layouts save memory or GPU hours")
+    parser.add_argument("--verify", type=int, default=DEFAULT_TO_VERIFY, help="number of layouts to verify by dry runs")
+    return parser
+
+
+def constraints(arguments: list[str], num_ranks: int, free: list[str] | None) -> dict[str, str]:
+    """Return {setting of the layout that is given: where}, without those that are freed or are auto.
+
+    `free` are names, or is empty for all; None frees nothing. Raise ConfigError for a name that is no such setting.
+    """
+    if unknown := [name for name in free or () if name not in FIELDS]:
+        raise ConfigError(f"--free={unknown[0]} is no setting of the layout; choose {', '.join(FIELDS)}")
+    freed = set() if free is None else set(free or FIELDS)
+    given = given_settings(arguments, num_ranks)
+    kept = (name for name in FIELDS if name in given and name not in freed and given[name].value != "auto")
+    return {name: given[name].origin.removesuffix(": ") or "command line" for name in kept}
+
+
+def with_tokens(settings: Settings, text: str) -> Settings:
+    """Return the settings with as many steps as a number of tokens such as 300B takes."""
+    sizes = {name: size for size, name in COUNTS if name}
+    try:
+        tokens = float(text.rstrip("".join(sizes))) * sizes.get(text[-1:], 1)
+    except ValueError as error:
+        raise ConfigError(f"--tokens={text} is no number of tokens; choose one such as 300B") from error
+    samples, train = math.ceil(tokens / settings.model.seq_length), settings.train
+    steps = 0
+    while (missing := samples - consumed_samples_after(train.batch, steps)) > 0:
+        steps += -(-missing // train.global_batch_size)  # exact but for smaller batches at the start
+    return replace(settings, train=replace(train, steps=steps))
+
+
+def write_settings(settings: Settings, path: Path) -> None:
+    """Write settings for `--config`. Raise ConfigError if that fails."""
+    plain = replace(settings, dry_run=replace(settings.dry_run, world_size=None, cluster=None))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(plain.to_yaml())
+    except OSError as error:
+        raise ConfigError(f"--output={path} cannot be written ({error.strerror}); choose another file") from error
+
+
+def report_plan(search: Search, console: Console) -> Settings:
+    """Print the layouts, and return the settings of the simplest of the fastest that fit in a dry run."""
+    plan, fitting = plan_and_verify(search, console)
     if not fitting:
-        raise ConfigError(f"none of the best layouts fits in a dry run; raise --verify={num_to_verify}")
-    best = min(fitting, key=lambda layout: fitting[layout].seconds)
-    console.print(best_line(best, fitting[best], cluster))
-    return best.options(settings.train.global_batch_size)
+        smallest = min(plan.fitting, key=lambda found: found.device_bytes).layout
+        raise ConfigError(
+            f"none of the best layouts fits in a dry run; raise --verify={search.num_to_verify}, or "
+            f"{search.verified_remedies(smallest)}"
+        )
+    best, tied = choose(fitting, error_of(search.cluster))
+    for line in chosen_lines(best, fitting, tied, search):
+        console.print(line)
+    return best.applied_to(search.settings)
 
 
-def plan_and_verify(
-    settings: Settings, cluster: ClusterSpec, world_size: int, num_to_verify: int, console: Console
-) -> tuple[Plan, dict[CandidateLayout, Estimate]]:
+def plan_and_verify(search: Search, console: Console) -> tuple[Plan, dict[CandidateLayout, Estimate]]:
     """Print the layouts for a world, and return the plan and what fits of it, as dry runs estimate it."""
-    show_progress(f"computing the memory and time of all layouts on {world_size} GPUs by closed forms")
-    plan = make_plan(settings, cluster, world_size)
-
-    def estimate_layout(layout: CandidateLayout) -> Estimate:
-        return extrapolate_layout(layout, settings, cluster, world_size).at(settings.model.num_layers)
-
-    verified = verify(plan, estimate_layout, cluster, num_to_verify)
-    batch = settings.train.global_batch_size
-    tflops = {one: model_tflops_per_gpu(settings.model, batch, world_size, found) for one, found in verified.items()}
-    print_table(console, plan_table(plan.fitting, verified, tflops, cluster))
+    cluster = search.cluster
+    show_progress(f"computing the memory and time of all layouts on {search.world_size} GPUs by closed forms")
+    plan = search.plan()
+    verified = verify(plan, search.estimate, cluster, search.num_to_verify)
+    verify_simpler(plan, verified, search)
+    print_table(console, verified_table(verified, search))
+    if others := [found for found in plan.fitting if found.layout not in verified]:
+        print_table(console, closed_form_table(others))
     for found in plan.too_large:
-        console.print(too_large_line(found, cluster))
+        remedy = remedies(found.layout, search.settings, cluster, search.num_nodes)
+        console.print(too_large_line(found, cluster, [str(one) for one in remedy]))
     return plan, {layout: found for layout, found in verified.items() if estimate_fits(found, cluster)}
 
 
-def report_front(
-    settings: Settings, cluster: ClusterSpec, nodes: list[int], num_to_verify: int, plot: Path, console: Console
-) -> tuple[int, list[str]]:
+def report_front(search: Search, nodes: Collection[int], plot: Path, console: Console) -> tuple[int, Settings]:
     """Print the layouts for each number of nodes, and print and plot the front of all.
 
-    Return the number of nodes and the options of the fastest. Numbers of nodes on which none fits are passed over.
+    Return the number of nodes and the settings of the fastest. Numbers of nodes on which none fits are passed over.
     """
     choices: list[Choice] = []
     for num_nodes in nodes:
-        world_size = num_nodes * cluster.gpus_per_node
+        own = replace(search, num_nodes=num_nodes)
         try:
-            plan, found = plan_and_verify(settings, cluster, world_size, num_to_verify, console)
+            plan, found = plan_and_verify(own, console)
         except ConfigError as error:
             console.print(f"{num_nodes} nodes: {error}")
             continue
-        for layout in spread(plan.fitting, num_to_verify):
+        for layout in spread(plan.fitting, search.num_to_verify):
             if layout not in found:
                 show_progress(f"dry run of a layout that saves memory: {layout}")
-                found[layout] = extrapolate_layout(layout, settings, cluster, world_size).at(settings.model.num_layers)
+                found[layout] = own.estimate(layout)
         choices += [
-            Choice(num_nodes, layout, estimate, RunCost.of(settings, estimate.seconds, world_size, cluster))
+            Choice(num_nodes, layout, estimate, RunCost.of(own.settings, estimate.seconds, own.world_size, own.cluster))
             for layout, estimate in found.items()
-            if estimate_fits(estimate, cluster)
+            if estimate_fits(estimate, own.cluster)
         ]
     if not choices:
         raise ConfigError(f"no layout fits on --nodes={nodes}; use more nodes or a smaller model")
     chosen = front(choices, lambda one: one.figures)
-    print_table(console, front_table(chosen, cluster))
+    print_table(console, front_table(chosen, search.cluster))
     try:
         plot.parent.mkdir(parents=True, exist_ok=True)
-        plot_front(choices, chosen, plot, cluster)
+        plot_front(choices, chosen, plot, search.cluster)
     except OSError as error:
         raise ConfigError(f"--front={plot} cannot be written ({error.strerror}); choose another file") from error
     console.print(f"the plot is {plot}")
-    return chosen[0].num_nodes, chosen[0].layout.options(settings.train.global_batch_size)
+    return chosen[0].num_nodes, chosen[0].layout.applied_to(search.settings)
 
 
-def verify(
-    plan: Plan, estimate_layout: EstimateLayout, cluster: ClusterSpec, num_to_verify: int
-) -> dict[CandidateLayout, Estimate]:
-    """Estimate the first layouts of each order, until `num_to_verify` partitions have one that fits.
-
-    One of each tensor size is estimated, too: closed forms leave out the small kernels that tensor parallelism does not
-    divide. At most MAX_DRY_RUNS times `num_to_verify` are tried in an order.
-    """
-    verified: dict[CandidateLayout, Estimate] = {}
-    for rank in RANKS:
-        partitions: set[tuple] = set()  # of the layouts that fit
-        tensor_sizes: set[int] = set()
-        num_tried = 0
-        for layout in (found.layout for found in sorted(plan.fitting, key=rank)):
-            is_new = layout.partition not in partitions and len(partitions) < num_to_verify
-            if num_tried == MAX_DRY_RUNS * num_to_verify or not (is_new or layout.tensor_size not in tensor_sizes):
-                continue
-            num_tried += 1
-            if layout not in verified:
-                show_progress(f"dry run {len(verified) + 1}: {layout}")
-                verified[layout] = estimate_layout(layout)
-            if estimate_fits(verified[layout], cluster):
-                partitions.add(layout.partition)
-                tensor_sizes.add(layout.tensor_size)
-    return verified
-
-
-def show_progress(line: str) -> None:
-    """Print a line to stderr, since a plan takes minutes; stdout has the plan alone."""
-    sys.stderr.write(f"{line}\n")
-    sys.stderr.flush()
-
-
-def report_largest(
-    settings: Settings, cluster: ClusterSpec, world_size: int, num_to_verify: int, console: Console
-) -> list[str]:
-    """Print how deep the model can be with the best layouts, and return the options of the deepest by dry run."""
-    model = settings.model
+def report_largest(search: Search, console: Console) -> Settings:
+    """Print how deep the model can be with the best layouts, and return the settings of the deepest by dry run."""
+    model, cluster = search.settings.model, search.cluster
     columns = right_aligned("closed forms", "dry run", "parameters", "GB")
     table = Table("layout", *columns, title=f"The most layers of hidden size {model.hidden_size}", title_justify="left")
     max_layers: dict[CandidateLayout, int] = {}
     show_progress("computing the largest models of all layouts by closed forms")
-    for predicted, layout in deepest_models(settings, cluster, world_size)[:num_to_verify]:
-        show_progress(f"dry run {len(max_layers) + 1} of {num_to_verify}: {layout}")
-        extrapolation = extrapolate_layout(layout, settings, cluster, world_size)
+    deepest = deepest_models(search.settings, cluster, search.world_size, search.fixed)
+    for predicted, layout in deepest[: search.num_to_verify]:
+        show_progress(f"dry run {len(max_layers) + 1} of {search.num_to_verify}: {layout}")
+        extrapolation = extrapolate_layout(layout, search.settings, cluster, search.world_size)
         host_bytes = cluster.host_memory_gb * 1e9 / cluster.gpus_per_node
         max_layers[layout] = extrapolation.max_layers(cluster.usable_gpu_bytes, host_bytes)
         estimate = extrapolation.at(max_layers[layout])
@@ -202,7 +229,8 @@ def report_largest(
     print_table(console, table)
     best = max(max_layers, key=lambda layout: max_layers[layout])
     console.print(f"{max_layers[best]} layers of hidden size {model.hidden_size} are the most that fit, by dry run")
-    return [f"--model.num_layers={max_layers[best]}", *best.options(settings.train.global_batch_size)]
+    deep = replace(search.settings, model=replace(model, num_layers=max_layers[best]))
+    return best.applied_to(deep)
 
 
 if __name__ == "__main__":

@@ -1,107 +1,111 @@
 """The tables and lines that the planner prints."""
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 
 from rich.table import Column, Table
 
-from gpt.shape.config import ModelConfig
-from gpt.shape.flops import model_flops
+from gpt.settings.settings import Settings
 from lab.dryrun.collectives import right_aligned
+from lab.dryrun.run_cost import RunCost
 from lab.measure.cluster import ClusterSpec
 from lab.planner.depth import Estimate
-from lab.planner.layouts import CandidateLayout, Prediction
+from lab.planner.layouts import FIELDS, CandidateLayout, Prediction, value_of
+from lab.planner.search import Search, choose, error_of, estimate_fits
+from parallel.fields import shown
 
-MAX_COLUMNS = 80
-NUM_SHOWN = 10  # layouts in the table; all that a dry run has estimated are shown
-
-
-def estimate_fits(estimate: Estimate, cluster: ClusterSpec) -> bool:
-    """Return True if the estimated memory fits a GPU and, with those of the node's other ranks, its host."""
-    return cluster.holds(estimate.device_peak_bytes, estimate.host_peak_bytes * cluster.gpus_per_node)
+NUM_SHOWN = 6  # layouts of closed forms
+MAX_REMEDIES = 3  # in a line
 
 
-def in_order(
-    fitting: list[Prediction], verified: Mapping[CandidateLayout, Estimate], cluster: ClusterSpec
-) -> tuple[list[Prediction], list[Prediction]]:
-    """Return the predictions that dry runs have verified, by the time of these, and the others in their order.
-
-    They are not mixed, because closed forms leave out much of the time. Layouts that do not fit in a dry run are last.
-    """
-
-    def rank(found: Prediction) -> tuple[bool, float]:
-        estimate = verified[found.layout]
-        return not estimate_fits(estimate, cluster), estimate.seconds
-
-    first = sorted((found for found in fitting if found.layout in verified), key=rank)
-    return first, [found for found in fitting if found.layout not in verified]
+def constraint_lines(settings: Settings, fixed: Mapping[str, str]) -> Iterator[str]:
+    """Yield lines that say which settings of the layout are kept, {name: where they are given}, and which searched."""
+    for name, origin in fixed.items():
+        yield f"fixed: {name}={shown(value_of(settings, name))} ({origin}; --free {name} searches it)"
+    searched = [name for name in FIELDS if name not in fixed]
+    if "offload.mode" in searched and settings.offload.mode != "auto":
+        searched.remove("offload.mode")
+        yield f"fixed: offload.mode={settings.offload.mode} (default; auto searches it)"
+    yield f"searched: {', '.join(searched) or 'nothing'}"
 
 
-def plan_table(
-    fitting: list[Prediction],
-    verified: Mapping[CandidateLayout, Estimate],
-    tflops_per_gpu: Mapping[CandidateLayout, float],
-    cluster: ClusterSpec,
-) -> Table:
-    """Return a table of the layouts: first those that dry runs have verified, then the fastest others.
-
-    It has up to MAX_COLUMNS columns. The figures of the others are those of closed forms.
-    """
-    title = f"Layouts by the time of a step{cluster.remark}\nof dry runs; below the line of closed forms"
-    figures = right_aligned("micro-\nbatches", "GB", "seconds", "model\nTFLOPs")
-    table = Table(Column("layout", max_width=33), *figures, title=title, title_justify="left")
-
-    def add_row(found: Prediction, memory: str, seconds: float, tflops: str = "") -> None:
-        micro_batches = f"{found.num_micro_batches} of {found.layout.micro_batch_size}"
-        table.add_row(found.layout.division, micro_batches, memory, _seconds(seconds), tflops)
-
-    first, others = in_order(fitting, verified, cluster)
-    for found in first:
-        estimate = verified[found.layout]
-        too_much = "" if estimate_fits(estimate, cluster) else "\ntoo much"
-        memory = f"{estimate.device_peak_bytes / 1e9:.1f}{too_much}"
-        add_row(found, memory, estimate.seconds, f"{tflops_per_gpu[found.layout]:.1f}")
-    table.add_section()
-    for found in others[: max(0, NUM_SHOWN - len(first))]:
-        add_row(found, f"{found.device_bytes / 1e9:.1f}", found.seconds)
+def verified_table(verified: Mapping[CandidateLayout, Estimate], search: Search) -> Table:
+    """Return a table of the layouts that dry runs have estimated, the fastest first; what does not fit is last."""
+    cluster = search.cluster
+    fitting = {layout: found for layout, found in verified.items() if estimate_fits(found, cluster)}
+    best, tied = choose(fitting, error_of(cluster)) if fitting else (None, [])
+    columns = Column("layout", max_width=30), *right_aligned("micro-\nbatches", "GB", "seconds", "MFU"), Column("")
+    title = f"Layouts by the time of a step, by dry runs{cluster.remark}"
+    table = Table(*columns, title=title, title_justify="left")
+    for layout, found in sorted(verified.items(), key=lambda item: (item[0] not in fitting, item[1].seconds)):
+        remark = "chosen" if layout == best else "tie" if layout in tied else "" if layout in fitting else "too much"
+        num_micro_batches = search.num_micro_batches(layout)
+        table.add_row(
+            layout.division,
+            f"{num_micro_batches} of {layout.micro_batch_size}",
+            f"{found.device_peak_bytes / 1e9:.1f}",
+            _seconds(found.seconds),
+            f"{search.mfu(found):.1%}",
+            remark,
+        )
     return table
 
 
-def model_tflops_per_gpu(model: ModelConfig, global_batch_size: int, world_size: int, estimate: Estimate) -> float:
-    """Return the rate at which a GPU performs what learning needs, so recomputation does not count."""
-    return model_flops(model, global_batch_size) / world_size / estimate.seconds / 1e12
+def closed_form_table(others: Sequence[Prediction]) -> Table:
+    """Return a table of layouts that no dry run has estimated, with the bounds of closed forms."""
+    title = "Others, by closed forms alone: these leave out much of the time,\nso do not compare them with those above"
+    columns = Column("layout", max_width=33), *right_aligned("micro-\nbatches", "GB", "seconds, from - to")
+    table = Table(*columns, title=title, title_justify="left")
+    for found in others[:NUM_SHOWN]:
+        micro_batches = f"{found.num_micro_batches} of {found.layout.micro_batch_size}"
+        bounds = f"{_seconds(found.overlapped_seconds)} - {_seconds(found.seconds)}"
+        table.add_row(found.layout.division, micro_batches, f"{found.device_bytes / 1e9:.1f}", bounds)
+    return table
 
 
-def best_line(layout: CandidateLayout, estimate: Estimate, cluster: ClusterSpec) -> str:
-    """Return lines with the layout that the planner recommends, and the figures of its dry run."""
-    return (
-        f"the fastest of those that fit in a dry run: {layout}:\n"
-        f"{estimate.device_peak_bytes / 1e9:.1f} of {cluster.usable_gpu_bytes / 1e9:.1f} GB "
-        f"({cluster.reserved_gb:.2g} GB of each GPU is reserved for CUDA and NCCL),\n"
-        f"{_seconds(estimate.seconds)} s a step{cluster.remark}"
+def chosen_lines(
+    best: CandidateLayout,
+    fitting: Mapping[CandidateLayout, Estimate],
+    tied: Collection[CandidateLayout],
+    search: Search,
+) -> Iterator[str]:
+    """Yield lines with the layout that the planner recommends, why, and the figures of its dry run."""
+    cluster, settings, found, error = search.cluster, search.settings, fitting[best], error_of(search.cluster)
+    yield f"chosen: {best}"
+    if len(tied) > 1:
+        fastest = next(iter(tied))
+        stated = "error of the projection" if cluster.median_error is not None else "assumed error of the projection"
+        yield (
+            f"a tie: {len(tied)} layouts are within the {stated}, {error:.0%}, of the fastest ({fastest}, "
+            f"{_seconds(fitting[fastest].seconds)} s); the simplest wins: fewer divided or offloaded states, then a "
+            "smaller tensor size, then more room"
+        )
+    gigabytes = found.device_peak_bytes / 1e9
+    yield (
+        f"{gigabytes:.1f} GB at the peak, {gigabytes * 1e9 / cluster.gpu_memory_bytes:.0%} of a GPU's "
+        f"{cluster.gpu_memory_bytes / 1e9:.1f} GB, of which {cluster.usable_gpu_bytes / 1e9:.1f} may be used: "
+        f"--reserved_gb={cluster.reserved_gb:.2g} is left free for CUDA, NCCL and gaps of the allocator"
     )
+    tokens_per_second = settings.train.global_batch_size * settings.model.seq_length / found.seconds
+    yield (
+        f"{_seconds(found.seconds)} s a step{cluster.remark}, MFU {search.mfu(found):.1%}, "
+        f"{tokens_per_second / search.world_size:,.0f} tokens/s a GPU"
+    )
+    if settings.data.mask_documents:
+        yield "documents are kept apart: time and MFU are those of one document a sequence, which takes the most time"
+    cost = RunCost.of(settings, found.seconds, search.world_size, cluster)
+    yield f"the whole run: {cost}{cluster.remark}"
 
 
-def launch_command(num_nodes: int, gpus_per_node: int, options: Sequence[str]) -> str:
-    """Return the command that starts a run on each node, in lines of at most 80 columns if its words are that short."""
-    lines = [f"NNODES={num_nodes} RDZV=HOST:29500 RANKS_PER_NODE={gpus_per_node} scripts/launch/torchrun.sh"]
-    for word in map(shlex.quote, options):
-        if len(lines[-1]) + len(word) > MAX_COLUMNS - len("  \\"):
-            lines.append("   ")
-        lines[-1] += f" {word}"
-    return " \\\n".join(lines)
-
-
-def overridden(words: Sequence[str], options: Sequence[str]) -> list[str]:
-    """Return the words of a command line without the options that are in `options`, and these after them."""
-    chosen = {option.partition("=")[0] for option in options}
-    kept: list[str] = []
-    remaining = iter(words)
-    for word in remaining:
-        name, equals, _ = word.partition("=")
-        value = [] if equals else [next(remaining)]  # --NAME VALUE
-        kept += [] if name in chosen else [word, *value]
-    return [*kept, *options]
+def launch_lines(num_nodes: int, gpus_per_node: int, path: Path) -> Iterator[str]:
+    """Yield the commands that start a run with the settings in a file."""
+    config = f"--config {shlex.quote(str(path))}"
+    launch = f"NNODES={num_nodes} RDZV=HOST:29500 RANKS_PER_NODE={gpus_per_node} scripts/launch/torchrun.sh"
+    gpus = "" if gpus_per_node == 8 else f" --gpus-per-node={gpus_per_node}"
+    yield f"settings: {path}"
+    yield f"torchrun, on every node, where HOST is the first: {launch} {config}"
+    yield f"Slurm: sbatch --nodes={num_nodes}{gpus} scripts/launch/slurm.sbatch {config}"
 
 
 def _seconds(number: float) -> str:
@@ -109,9 +113,10 @@ def _seconds(number: float) -> str:
     return f"{number:,.0f}" if number >= 100 else f"{number:#.3g}"
 
 
-def too_large_line(found: Prediction, cluster: ClusterSpec) -> str:
-    """Return a line that says by how much a layout exceeds the memory."""
+def too_large_line(found: Prediction, cluster: ClusterSpec, remedies: Sequence[str]) -> str:
+    """Return a line that says by how much a layout exceeds the memory, and what makes it fit."""
     on_device = (found.device_bytes - cluster.usable_gpu_bytes) / 1e9
     on_host = found.host_bytes / 1e9 - cluster.host_memory_gb
     reason = f"{on_device:.1f} GB too much on a GPU" if on_device > 0 else f"{on_host:.0f} GB too much on a host"
-    return f"does not fit: {found.layout}: {reason}"
+    remedy = f"; it fits with {' or '.join(remedies[:MAX_REMEDIES])}" if remedies else ""
+    return f"does not fit: {found.layout}: {reason}{remedy}"

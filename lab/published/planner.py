@@ -28,8 +28,7 @@ from lab.pages.markdown import table, with_blocks
 from lab.planner.closed_forms import make_plan
 from lab.planner.depth import Estimate
 from lab.planner.layouts import CandidateLayout
-from lab.planner.plan import DEFAULT_TO_VERIFY, extrapolate_layout, verify
-from lab.planner.plan_report import estimate_fits
+from lab.planner.search import DEFAULT_TO_VERIFY, estimate_fits, extrapolate_layout, verify
 from lab.published import predictions
 from lab.published.predict import NUM_JOBS
 from lab.published.predictions import cluster_of

@@ -16,7 +16,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from lab.planner.depth import path_of
-from lab.planner.plan import show_progress
+from lab.planner.search import show_progress
 from lab.published import predictions as kept
 from lab.published.predictions import Prediction, by_closed_form, predict, recorded_settings, runs_of
 from lab.published.rows import Row, read_rows

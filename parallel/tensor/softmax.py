@@ -7,6 +7,7 @@ With a cap, the softmax is that of cap * tanh(logits / cap) (Gemma 2). With a z-
 added to what gradients are computed of (PaLM), which keeps the sums of exponentials near 1.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -35,8 +36,16 @@ def cap_derivative(capped_logits: Tensor, cap: float) -> Tensor:
 
 
 def log_sums(logits: Tensor, *, cap: float | None = None) -> Tensor:
-    """Return the logarithm of the sum of the exponentials of each row, (rows,), of logits (rows, words)."""
-    return capped(logits, cap).logsumexp(-1)
+    """Return the logarithm of the sum of the exponentials of each row, (rows,), of logits (rows, words).
+
+    `Tensor.logsumexp` would make a copy of its own, beside that in fp32, which no observer of operations sees.
+    """
+    wide = capped(logits, cap)
+    if not wide.shape[1]:  # all words of this rank are padding
+        return wide.new_full((len(wide),), -math.inf)
+    largest = wide.amax(-1, keepdim=True)
+    exponentials = wide - largest if wide is logits else wide.sub_(largest)
+    return (largest + exponentials.exp_().sum(-1, keepdim=True).log())[:, 0]
 
 
 def to_gradients_(
@@ -46,13 +55,12 @@ def to_gradients_(
 
     They are probabilities, times the factor of each row, if there is neither a cap nor a z-loss.
     """
-    factors = _with_z_loss(factors, sums, z_loss)
-    if cap is None:
-        logits.copy_((logits - sums[:, None]).exp_().mul_(factors[:, None]))
-    else:
-        wide = capped(logits, cap)
-        slopes = cap_derivative(wide, cap)
-        logits.copy_(wide.sub_(sums[:, None]).exp_().mul_(factors[:, None]).mul_(slopes))
+    wide = capped(logits, cap)
+    slopes = None if cap is None else cap_derivative(wide, cap)
+    wide.sub_(sums[:, None]).exp_().mul_(_with_z_loss(factors, sums, z_loss)[:, None])
+    if slopes is not None:
+        wide.mul_(slopes)
+    logits.copy_(wide)  # returns early if both are the same memory
 
 
 def log_sums_to_gradients_(logits: Tensor, factors: Tensor, *, cap: float | None = None, z_loss: float = 0.0) -> Tensor:
@@ -66,7 +74,7 @@ def log_sums_to_gradients_(logits: Tensor, factors: Tensor, *, cap: float | None
     wide.mul_(factors[:, None] / totals)
     if slopes is not None:
         wide.mul_(slopes)
-    logits.copy_(wide)  # returns early if both are the same memory
+    logits.copy_(wide)
     return sums
 
 

@@ -10,10 +10,14 @@ import pytest
 
 import pretrain_gpt
 from gpt.run_folder.files import read_steps
+from gpt.settings.parser import parse_settings
 from lab.dryrun.__main__ import main
 from lab.faults.runs import prepare_corpus
-from tests.end_to_end.runs import options
+from lab.planner import depth
+from lab.planner.plan import main as plan_main
+from tests.end_to_end.runs import PLAIN, TINY_MODEL, options, run_on_rank
 from tests.programs import ROOT, run_python
+from tests.ranks import run_ranks
 
 PROGRAM = str(ROOT.resolve() / "pretrain_gpt.py")
 
@@ -51,3 +55,25 @@ def test_a_run_with_checked_streams_trains_and_says_so(tmp_path: Path):
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("streams are checked for races") == 1
     assert [record["step"] for record in read_steps(tmp_path / "run")] == [1, 2]
+
+
+def test_a_run_starts_from_the_settings_of_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(depth, "DEPTHS", (1, 2))
+    cluster, plan = tmp_path / "cluster.yaml", tmp_path / "run/plan.yaml"
+    cluster.write_text(
+        (ROOT / "configs/clusters/dgx-2.yaml").read_text().replace("gpus_per_node: 16", "gpus_per_node: 2")
+    )
+    given = options(prepare_corpus(tmp_path), tmp_path / "run", zero__stage=2, **PLAIN)
+    tokens = 3 * 8 * TINY_MODEL["seq_length"]
+    planner = (
+        f"--cluster={cluster}",
+        "--nodes=1",
+        "--verify=1",
+        f"--tokens={tokens}",
+        "--free",
+        "train.micro_batch_size",
+    )
+    plan_main([*planner, *given])
+    assert parse_settings(["--config", str(plan)]).zero.stage == 2
+    steps = run_ranks(2, run_on_rank, ["--config", str(plan)], init_process_group=False)[0]
+    assert [record["step"] for record in steps] == [1, 2, 3]

@@ -60,7 +60,7 @@ class PlacementPlanner(Residency):
         self._is_auto = offload.config.mode == "auto"
         super().__init__(0 if self._is_auto else prefetch_numel, may_keep=not self._is_auto)
         self._configured_prefetch_numel = prefetch_numel
-        self._recorder = MemoryRecorder(offload.device, _budget_bytes(offload))
+        self.recorder = MemoryRecorder(offload.device, _budget_bytes(offload))
         self._planned_units: dict[Moment, Unit] = {}
         self._plan: dict[Moment, CachedShards] = {}
         self._cached: set[ParamShard] = set()
@@ -69,14 +69,14 @@ class PlacementPlanner(Residency):
     @property
     def earlier_peaks(self) -> tuple[int, int]:
         """The highest (allocated, reserved) bytes of CUDA's allocator before the planner has reset its peaks."""
-        return self._recorder.earlier_peaks
+        return self.recorder.earlier_peaks
 
     def check_units(self, units: Iterable[Unit], staging_bytes: int) -> None:
         """Check that the budget holds the two largest units, as if one were inside the other, and staged gradients.
 
         Raises ConfigError if it does not: no step could run.
         """
-        budget_bytes = self._recorder.budget_bytes
+        budget_bytes = self.recorder.budget_bytes
         num_bytes = [sum(flat.full.element_size() * flat.full.numel() for flat in unit.flats) for unit in units]
         least = sum(sorted(num_bytes)[-2:]) + staging_bytes
         if least > budget_bytes:
@@ -89,15 +89,15 @@ class PlacementPlanner(Residency):
 
     def begin_forward(self) -> None:
         """Begin a forward of the whole model."""
-        self._recorder.begin_forward()
+        self.recorder.begin_forward()
 
     def before_visit(self, unit: Unit, phase: Pass) -> None:
         """Make room for a unit that is about to be unsharded, and for its computation."""
-        if not self._is_auto and not self._recorder.is_recording:
+        if not self._is_auto and not self.recorder.is_recording:
             return
         moment = phase, len(self.orders[phase].current)
-        self._recorder.enter(moment)
-        if not self._recorder.is_recording:
+        self.recorder.enter(moment)
+        if not self.recorder.is_recording:
             self._deviates |= self._planned_units.get(moment) is not unit
             self._evict_all_but(self._planned().before_gather)
 
@@ -115,9 +115,9 @@ class PlacementPlanner(Residency):
 
         Raises ConfigError if a recorded step has needed more than the budget so far.
         """
-        self._recorder.enter(UPDATE)
-        if self._recorder.is_recording:
-            self._recorder.check(axes)
+        self.recorder.enter(UPDATE)
+        if self.recorder.is_recording:
+            self.recorder.check(axes)
         self._evict_all_but(self._planned().before_gather)
 
     def after_update(
@@ -132,11 +132,11 @@ class PlacementPlanner(Residency):
         Raises ConfigError if a recorded step has needed more than the budget.
         """
         self._deviates = False
-        if not self._recorder.is_recording:
+        if not self.recorder.is_recording:
             return
-        self._recorder.enter(UPDATE)
-        least_room = self._recorder.check(axes)
-        if self._recorder.end_step() and self._is_auto:
+        self.recorder.enter(UPDATE)
+        least_room = self.recorder.check(axes)
+        if self.recorder.end_step() and self._is_auto:
             self.prefetch_numel, self.may_keep, unit_bytes = choose_units(
                 self.orders, self._configured_prefetch_numel, least_room
             )
@@ -149,7 +149,7 @@ class PlacementPlanner(Residency):
                 "offload: %.3g of %.3g GB are free at the tightest moment; %.3g for units that are prefetched or kept, "
                 "%.3g for the optimizer's states of %d of %d buckets, the rest for shards of parameters",
                 least_room / GIGA,
-                self._recorder.budget_bytes / GIGA,
+                self.recorder.budget_bytes / GIGA,
                 unit_bytes / GIGA,
                 placed_bytes / GIGA,
                 num_placed,
@@ -163,12 +163,12 @@ class PlacementPlanner(Residency):
         }
         moments = [*self._planned_units, UPDATE]
         uses = [_shards_on_host([unit]) for unit in self._planned_units.values()]
-        rooms = [self._recorder.budget_bytes - self._recorder.peaks[moment] - taken_bytes for moment in moments]
+        rooms = [self.recorder.budget_bytes - self.recorder.peaks[moment] - taken_bytes for moment in moments]
         plan = Cycle([*uses, []]).plan(rooms, lambda shard: shard.group_shard.nbytes)
         self._plan = {moment: CachedShards(*shards) for moment, shards in zip(moments, plan, strict=True)}
 
     def _planned(self) -> CachedShards:
-        return NONE_CACHED if self._deviates else self._plan.get(self._recorder.moment, NONE_CACHED)
+        return NONE_CACHED if self._deviates else self._plan.get(self.recorder.moment, NONE_CACHED)
 
     def _evict_all_but(self, staying: frozenset[ParamShard]) -> None:
         for shard in self._cached - staying:

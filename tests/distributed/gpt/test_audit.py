@@ -195,34 +195,40 @@ def test_no_audit_of_a_thousand_names_a_sound_rank(options):
     assert errors_without_faults(1000, options) == {""}
 
 
-def sent_by_audits(options: tuple[str, ...]) -> list[tuple[int, int]]:
-    """Return (bytes, collectives) of a step without audits, one that compares states at rest, and an audited one."""
+def sent_by_audits(options: tuple[str, ...], every: int) -> list[tuple[int, int, float]]:
+    """Return (bytes, collectives, loss) of a step without audits, one that compares states at rest, and the next one.
+
+    That one is audited with every=6. every=0: no step has audits.
+    """
     settings = parse_settings([*BASE, *LLAMA, *options])
     state, loader = build_with_loader(settings)
-    auditor, none = (Auditor(every, state, loader, ["place"] * 4) for every in (6, 0))
-    log, sent = state.mesh.log, list[tuple[int, int]]()
+    auditor, none = (Auditor(each, state, loader, ["place"] * 4) for each in (every, 0))
+    log, sent = state.mesh.log, list[tuple[int, int, float]]()
     log.keeps_events = True
     plan = [(step * 12, 12) for step in range(6)]  # by the fourth the order of units is known
     for step, (samples, batches) in enumerate(zip(plan, loader.steps(plan), strict=True), 1):
         log.clear()
         with (none if step < 5 else auditor).step(step, samples, batches) as leaves:
-            train_step(state.model, state.optimizer, batches, state.mesh, leaves=leaves)
+            loss, _ = train_step(state.model, state.optimizer, batches, state.mesh, leaves=leaves)
         events = [event for event in log.events if event.phase != "agreement"]
-        sent.append((sum(event.wire_bytes for event in events), len(events)))
+        sent.append((sum(event.wire_bytes for event in events), len(events), loss.item()))
     model, numels = state.model, [flat.layout.numel for flat in state.model.flats]
     if model.config.stage == 3:
         kept = 2 * (numels[0] + numels[-1])  # the root and the last block
         sizes = model.levels.sizes
         gathered, _ = axis_bytes(model.config.policy, 2 * sum(numels), sizes, 1, gradient_bytes=(0, 0), kept_bytes=kept)
-        sent[-1] = sent[-1][0] - int(gathered), 0
+        sent[-1] = sent[-1][0] - int(gathered), *sent[-1][1:]
     return sent[-3:]
 
 
 @pytest.mark.parametrize("options", [(S1,), (S3, GROUPS)], ids=["stage 1", "groups"])
 def test_states_at_rest_take_no_message_and_audits_what_a_micro_batch_gathers(options):
-    for without, at_rest, audited in run_ranks(4, sent_by_audits, options):
-        assert at_rest == (without[0] + 8 * 3, without[1])  # a number beside the losses
+    found, unaudited = (run_ranks(4, sent_by_audits, options, every) for every in (6, 0))
+    for of_rank, of_rank_without in zip(found, unaudited, strict=True):
+        without, at_rest, audited = of_rank
+        assert at_rest[:2] == (without[0] + 8 * 3, without[1])  # a number beside the losses
         assert audited[0] == at_rest[0] + 2 * 8 * 3  # two hashes
+        assert [loss for *_, loss in of_rank] == [loss for *_, loss in of_rank_without]
 
 
 @pytest.mark.parametrize(

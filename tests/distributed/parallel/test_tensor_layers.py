@@ -1,5 +1,7 @@
 """Tensor-parallel layers and initial values against the whole computation on one rank."""
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -8,7 +10,7 @@ from torch.nn import functional as F
 from parallel.comm_log import CommLog
 from parallel.errors import ConfigError
 from parallel.mesh import Axis, Mesh
-from parallel.tensor import initial_values
+from parallel.tensor import gradient_sums, initial_values
 from parallel.tensor.gradient_sums import GradientSums
 from parallel.tensor.initial_values import fill_normal
 from parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, column_linears
@@ -35,7 +37,8 @@ def gradients_of_a_shared_parameter() -> tuple[float, float, list[float]]:
     sums.is_deferred = True
     (own,) = torch.autograd.grad(shared * axis.rank, shared)
     at_once = [torch.full((1,), float(axis.rank)), torch.full((2,), 2.0 * axis.rank)]
-    sums.sum_at_once(at_once)
+    with mock.patch.object(gradient_sums, "MESSAGE_NUMEL", 2):  # two messages
+        sums.sum_at_once(at_once)
     return summed.item(), own.item(), torch.cat(at_once).tolist()
 
 

@@ -67,7 +67,7 @@ def is_matrix(name: str, param: nn.Parameter) -> bool:
 
 def build(tensor: Axis, config: ModelConfig = CONFIG, store: str = "none") -> GPT:
     torch.set_default_dtype(torch.float64)
-    gpt = GPT(config, ReplicatedTokens(tensor), checkpointed_blocks(ActivationsConfig(store)))
+    gpt = GPT(config, ReplicatedTokens(tensor), checkpointed_blocks(ActivationsConfig(store), tensor))
     initialize(gpt, seed=3)
     return gpt
 

@@ -4,7 +4,11 @@ import subprocess
 from pathlib import Path
 from unittest import mock
 
+from wandb.errors import CommError
+
 from gpt.monitor import wandb_sink
+from gpt.monitor.wandb_sink import WandbRun
+from gpt.settings.run import WandbSettings
 
 
 def git(folder: Path, *words: str) -> str:
@@ -29,20 +33,29 @@ def test_the_version_of_the_code_is_its_commit_and_says_if_files_differ(tmp_path
     assert version_in(tmp_path) == git(tmp_path, "rev-parse", "HEAD") + "+changes"
 
 
+def sink_of(folder: Path, *starts: object) -> tuple[WandbRun, list[str]]:
+    """Return a sink whose attempts to start a run end so, and the modes of these attempts."""
+    with mock.patch("wandb.init", side_effect=starts) as init, mock.patch("wandb.teardown"):
+        sink = WandbRun(WandbSettings(mode="online"), folder, {}, is_same_run=False)
+    return sink, [call.kwargs["mode"] for call in init.call_args_list]
+
+
+def test_a_run_is_logged_offline_if_the_server_cannot_be_reached(tmp_path: Path):
+    assert sink_of(tmp_path, CommError("no network"), mock.Mock(id="abc"))[1] == ["online", "offline"]
+
+
 def test_a_checkpoint_that_is_deleted_before_it_is_logged_is_left_out(tmp_path: Path):
-    sink = object.__new__(wandb_sink.WandbRun)
-    sink._run = mock.Mock(id="abc")
+    sink, _ = sink_of(tmp_path, run := mock.Mock(id="abc"))
     kept, deleted = tmp_path / "step-00000004", tmp_path / "step-00000002"
     kept.mkdir()
     for checkpoint in (deleted, kept):
         sink.log_checkpoint(checkpoint)
-    (call,) = sink._run.log_artifact.call_args_list
+    (call,) = run.log_artifact.call_args_list
     assert call.kwargs["aliases"] == ["latest", "step-00000004"]
 
 
-def test_the_summary_of_a_run_is_recorded_without_its_texts():
-    sink = object.__new__(wandb_sink.WandbRun)
-    sink._run = mock.Mock(summary={"loss": 2.0})
+def test_the_summary_of_a_run_is_recorded_without_its_texts(tmp_path: Path):
+    sink, _ = sink_of(tmp_path, run := mock.Mock(id="abc", summary={"loss": 2.0}))
     sink.finish({"loss": 1.5, "mfu": 0.4, "samples": [{"prompt": "a", "text": "b"}]}, 3)
-    assert sink._run.summary == {"loss": 1.5, "mfu": 0.4}
-    sink._run.finish.assert_called_once_with(exit_code=3)
+    assert run.summary == {"loss": 1.5, "mfu": 0.4}
+    run.finish.assert_called_once_with(exit_code=3)

@@ -74,6 +74,7 @@ def test_a_mistake_in_a_file_is_explained_with_the_file_and_the_line(tmp_path: P
         (["--train=5"], "train=5 is not a group of settings; write its settings below train"),
         (["--train.steps"], "--train.steps has no value; write --train.steps=VALUE"),
         (["--train.steps", "--train.seed=1"], "--train.steps has no value"),
+        (["--optimizer.lr=1" + "0" * 400], "optimizer.lr=2**1328... is above 1e+30; choose a number from 0 to"),
         (["steps=3"], "steps=3 is not an option; options are --NAME=VALUE or --NAME VALUE"),
         (["--config={train: {stps: 3}}"], "--config, line 1: train.stps: there is no such setting"),
         (["--config", "{train: {steps: 3}"], "--config, line 1: expected ',' or '}'"),

@@ -13,7 +13,8 @@ from lab.measure.cluster import ClusterSpec
 from lab.planner.closed_forms import CandidateLayout, Prediction
 from lab.planner.depth import Estimate
 from lab.planner.layouts import fits
-from lab.planner.plan_report import estimate_fits, too_large_line
+from lab.planner.plan_report import too_large_line
+from lab.planner.search import estimate_fits
 from parallel.errors import ConfigError
 from parallel.memory_kinds import TensorKind
 from tests.pairwise import noting, pairwise
@@ -101,7 +102,9 @@ def test_a_layout_fits_a_gpu_and_a_host_and_a_line_says_what_is_too_large(
     estimate = Estimate(1e9, on_device, on_host / 4, 1.0)
     assert fits(prediction, cluster) == estimate_fits(estimate, cluster) == (reason is None)
     if reason:
-        assert too_large_line(prediction, cluster) == f"does not fit: {layout}: {reason}"
+        line = f"does not fit: {layout}: {reason}"
+        assert too_large_line(prediction, cluster, []) == line
+        assert too_large_line(prediction, cluster, ["a", "b"]) == f"{line}; it fits with a or b"
 
 
 def test_a_job_that_is_smaller_than_a_node_has_the_tensor_groups_that_its_own_ranks_allow():

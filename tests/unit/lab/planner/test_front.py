@@ -2,7 +2,8 @@
 
 import dataclasses
 import io
-import shlex
+import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
 
+from gpt.settings.analysis import DryRunSettings
 from gpt.settings.parser import parse_settings
 from lab.dryrun import plots
 from lab.dryrun.dry_run import DEVICE, dry_run
@@ -17,10 +19,12 @@ from lab.dryrun.plots import busy_shares, highest_moments, kernel_starts, plot_l
 from lab.dryrun.projection import Task, Timeline, project_recording
 from lab.dryrun.run_cost import RunCost
 from lab.planner import plan as planner
+from lab.planner import search as searching
 from lab.planner.depth import Estimate
 from lab.planner.front import Choice, front, front_table, spread
 from lab.planner.layouts import CandidateLayout, Prediction
 from lab.planner.plan import report_front
+from lab.planner.search import Search
 from parallel.errors import ConfigError
 from parallel.memory_kinds import TensorKind
 from tests.unit.lab.dryrun.test_projection import DGX_2, ROOT, settings, shallow
@@ -124,29 +128,44 @@ class Extrapolation:
         return 77
 
 
-@pytest.mark.parametrize(("kind", "expected"), [([], "the fastest of those that fit"), (["--largest"], "77 layers")])
-def test_the_command_prints_a_plan_and_how_to_start_its_best_run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: list[str], expected: str
+@pytest.mark.parametrize(("kind", "expected"), [([], "a tie"), (["--largest"], "77 layers")])
+def test_the_command_prints_a_plan_and_writes_the_settings_of_its_best_run(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    kind: list[str],
+    expected: str,
 ):
-    monkeypatch.setattr(planner, "extrapolate_layout", Extrapolation)
+    for module in (planner, searching):
+        monkeypatch.setattr(module, "extrapolate_layout", Extrapolation)
     config = f"--config={ROOT / 'configs/paper/figure2/100b-zero-400.yaml'}"
-    planner.main([f"--cluster={ROOT / 'configs/clusters/dgx-2.yaml'}", "--nodes=25", "--verify=1", *kind, config])
+    cluster, output = f"--cluster={ROOT / 'configs/clusters/dgx-2.yaml'}", tmp_path / "folder/plan.yaml"
+    figures = "--tokens=1B", "--dollars_per_gpu_hour=2", "--reserved_gb=3", f"--output={output}"
+    planner.main([cluster, "--nodes=25", "--verify=1", "--free", *kind, *figures, config, "--zero.accumulate=reduce"])
     printed = capsys.readouterr().out
     assert expected in printed
-    words = shlex.split(printed.partition("the first of them:")[2].replace("\\\n", ""))
-    assert words[:4] == ["NNODES=25", "RDZV=HOST:29500", "RANKS_PER_NODE=16", "scripts/launch/torchrun.sh"]
-    chosen = parse_settings(words[4:])
-    assert chosen.train.global_batch_size == 800
+    assert f"scripts/launch/torchrun.sh --config {output}" in printed
+    assert f"sbatch --nodes=25 --gpus-per-node=16 scripts/launch/slurm.sbatch --config {output}" in printed
+    chosen = parse_settings(["--config", str(output)])
+    assert (chosen.train.global_batch_size, chosen.train.steps) == (800, math.ceil(1e9 / 800 / 1024))
     assert (chosen.model.num_layers == 77) == bool(kind)
+    assert chosen.dry_run == DryRunSettings()
+    if not kind:
+        assert "may be used: --reserved_gb=3" in printed
+        assert re.search(r"MFU [\d.]+%, [\d,]+ tokens/s a GPU", printed)
+        assert re.search(r"1B tokens in .* GPU hours, [\d,]+ dollars", printed)
+    with pytest.raises(ConfigError, match=r"--output=.* cannot be written"):
+        planner.write_settings(chosen, output / "plan.yaml")
 
 
 def test_the_planner_compares_numbers_of_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setattr(planner, "extrapolate_layout", Extrapolation)
+    monkeypatch.setattr(searching, "extrapolate_layout", Extrapolation)
     console = Console(width=120, record=True, file=io.StringIO())
     plot = tmp_path / "folder/front.png"
-    num_nodes, options = report_front(settings(), DGX_2, [25, 12, 50], 1, plot, console)
+    search = Search(settings(), DGX_2, 25, num_to_verify=1)
+    num_nodes, chosen = report_front(search, [25, 12, 50], plot, console)
     assert num_nodes == 50
-    assert "--train.global_batch_size=800" in options
+    assert chosen.train.global_batch_size == 800
     text = console.export_text()
     assert "does not fit: tensor 16, stage 0" in text
     assert "12 nodes: no layout divides train.global_batch_size=800 sequences over 192 ranks" in text
@@ -154,9 +173,20 @@ def test_the_planner_compares_numbers_of_nodes(monkeypatch: pytest.MonkeyPatch, 
     assert [row.split()[1] for row in rows] == ["50", "25"], "less time, and fewer GPU hours"
     assert plot.exists()
     with pytest.raises(ConfigError, match=r"no layout fits on --nodes=\[12\]"):
-        report_front(settings(), DGX_2, [12], 1, plot, console)
+        report_front(search, [12], plot, console)
     with pytest.raises(ConfigError, match=r"front.png/file/front.png cannot be written"):
-        report_front(settings(), DGX_2, [25], 1, plot / "file/front.png", console)
+        report_front(search, [25], plot / "file/front.png", console)
+
+
+def test_a_plan_that_does_not_fit_says_what_would(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(searching, "extrapolate_layout", Extrapolation)
+    shape = "--model.num_layers=40", "--model.hidden_size=5120", "--train.global_batch_size=64", "--zero.stage=1"
+    large = Search(settings(*shape, "--parallel.tensor_size=1"), DGX_2, 1, ("zero.stage", "parallel.tensor_size"))
+    with pytest.raises(ConfigError, match=r"does not fit on 16 GPUs: .* too much; use a smaller model"):
+        large.plan()
+    monkeypatch.setattr(Extrapolation, "at", lambda self, _num_layers: Estimate(1e9, 20e9, 0.0, 1.0))
+    with pytest.raises(ConfigError, match=r"; it fits with --parallel.tensor_size=4 \(20.0 GB\), or with --zero"):
+        large.plan()
 
 
 def test_the_table_of_the_front_has_prices_if_the_cluster_has_one():

@@ -8,6 +8,7 @@ import pytest
 from gpt.builder.activation_store import block_sum_bytes
 from gpt.builder.closed_forms import parameters_of_rank
 from gpt.settings.parser import parse_settings
+from gpt.settings.settings import Settings
 from gpt.shape.flops import hardware_flops
 from lab.dryrun.dry_run import DEVICE, dry_run
 from lab.measure.cluster import ClusterSpec
@@ -113,19 +114,24 @@ def test_two_levels_are_chosen_where_groups_do_not_fit_and_the_network_is_slow()
     best = make_plan(settings, cluster, 512).fitting[0].layout
     assert best.optimizer_over == "all"
     assert best.tensor_size * best.shard_size == 8
-    assert {f"--parallel.shard_size={best.shard_size}", "--zero.optimizer_over=all"} < set(best.options(4096))
-    assert best.applied_to(settings).parallel.shard_size == best.shard_size
+    applied = best.applied_to(settings)
+    assert (applied.parallel.shard_size, applied.zero.optimizer_over) == (best.shard_size, "all")
+    assert CandidateLayout.of(applied) == best
+
+
+def with_batch(size: int) -> Settings:
+    return parse_settings([*TINY, f"--train.global_batch_size={size}"])
 
 
 def test_micro_batches_of_all_sizes_that_divide_the_batch_are_considered():
-    sizes = {layout.micro_batch_size for layout in candidate_layouts(8, 480, "accelerator")}
+    sizes = {layout.micro_batch_size for layout in candidate_layouts(8, with_batch(480))}
     assert {1, 6, 10, 15, 30, 120} <= sizes
     assert all(480 % size == 0 for size in sizes)
 
 
 def test_the_largest_micro_batch_is_considered_and_none_above_it():
     divisible = MAX_MICRO_BATCH * (MAX_MICRO_BATCH + 1)
-    sizes = {layout.micro_batch_size for layout in candidate_layouts(1, divisible, "accelerator")}
+    sizes = {layout.micro_batch_size for layout in candidate_layouts(1, with_batch(divisible))}
     assert (min(sizes), max(sizes)) == (1, MAX_MICRO_BATCH)
 
 

@@ -1,6 +1,7 @@
 """The planner: closed forms of layouts, the choice among them, and what it prints."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -8,12 +9,15 @@ from rich.table import Table
 
 from gpt.builder.activation_store import workload
 from lab.dryrun.dry_run import DEVICE, dry_run
+from lab.measure.cluster import ClusterSpec
 from lab.planner import depth
 from lab.planner.closed_forms import Plan, closed_form_rank, deepest_models, make_plan
 from lab.planner.depth import Estimate, ShallowRun, shallow_runs
-from lab.planner.layouts import CandidateLayout, Prediction, activation_bytes, candidate_layouts, predict
-from lab.planner.plan import main, verify
-from lab.planner.plan_report import in_order, overridden, plan_table
+from lab.planner.layouts import FIELDS, CandidateLayout, Prediction, activation_bytes, candidate_layouts, predict
+from lab.planner.plan import constraints, main, with_tokens
+from lab.planner.plan_report import chosen_lines, closed_form_table, constraint_lines, verified_table
+from lab.planner.remedies import remedies
+from lab.planner.search import Search, choose, verify
 from parallel.errors import ConfigError
 from tests.unit.lab.dryrun.test_projection import DGX_2, ROOT, settings, shallow
 
@@ -102,14 +106,13 @@ def test_documents_kept_apart_take_a_mask_if_the_kernel_does_not_suit(precision:
 
 
 def test_every_store_and_local_accumulation_is_considered():
-    layouts = list(candidate_layouts(8, 64, "accelerator"))
+    layouts = list(candidate_layouts(8, settings("--train.global_batch_size=64")))
     assert {layout.store for layout in layouts} == {"none", "selective", "keep", "partition", "partition_host"}
     assert {layout.stage for layout in layouts if layout.accumulate == "local"} == {3}
     stage_1 = CandidateLayout(tensor_size=16, stage=1, store="keep", micro_batch_size=8)
     local = dataclasses.replace(stage_1, stage=2, accumulate="local")
     one, other = (predict(layout, settings(), DGX_2, 400) for layout in (stage_1, local))
     assert (one.device_bytes, one.seconds) == (other.device_bytes, other.seconds), "so it is left out in stage 2"
-    assert "--zero.accumulate=local" in local.options(800)
     assert local.applied_to(settings()).zero.accumulate == "local"
 
 
@@ -143,16 +146,125 @@ def estimate(seconds: float, gigabytes: float = 20.0, on_host: float = 0.0) -> E
 PREDICTIONS = [prediction("none", 1.0), prediction("selective", 1.1), prediction("keep", 1.2), prediction("auto", 1.3)]
 
 
-def test_the_table_is_in_the_order_of_dry_runs_and_then_of_closed_forms():
+def search(cluster: ClusterSpec = DGX_2, **changes: object) -> Search:
+    return Search(settings(), cluster, 25, **changes)
+
+
+def test_the_tables_tell_dry_runs_from_closed_forms():
     none, selective, keep, other = (found.layout for found in PREDICTIONS)
-    verified = {none: estimate(1.5, gigabytes=33.5), selective: estimate(1.9), keep: estimate(1.8)}
-    first, others = in_order(PREDICTIONS, verified, DGX_2)
-    assert [found.layout for found in first] == [keep, selective, none], "none does not fit beside the reserve"
-    assert [found.layout for found in others] == [other]
-    table = plan_table(PREDICTIONS, verified, dict.fromkeys(verified, 50.0), DGX_2)
-    assert list(table.columns[0].cells) == [layout.division for layout in (keep, selective, none, other)]
-    closed_form = f"{PREDICTIONS[-1].device_bytes / 1e9:.1f}"
-    assert list(table.columns[2].cells) == ["20.0", "20.0", "33.5\ntoo much", closed_form]
+    verified = {none: estimate(1.5, gigabytes=33.5), selective: estimate(1.9), keep: estimate(1.85)}
+    table = verified_table(verified, search())
+    assert list(table.columns[0].cells) == [layout.division for layout in (keep, selective, none)], "none does not fit"
+    assert list(table.columns[2].cells) == ["20.0", "20.0", "33.5"]
+    assert list(table.columns[5].cells) == ["chosen", "tie", "too much"]
+    table = closed_form_table([PREDICTIONS[-1]])
+    assert list(table.columns[0].cells) == [other.division]
+    assert list(table.columns[3].cells) == ["1.30 - 1.30"]
+
+
+LAYOUTS = [
+    CandidateLayout(1, 3, "none", 8),
+    CandidateLayout(2, 1, "none", 8),
+    CandidateLayout(1, 1, "none", 8),
+    CandidateLayout(1, 1, "keep", 8),
+    CandidateLayout(1, 1, "none", 8, offload="host"),
+    CandidateLayout(1, 0, "none", 8),
+]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "gigabytes", "best", "num_tied"),
+    [
+        ([1.0, 1.06, 1.05, 1.08, 1.06, 1.2], [20, 10, 20, 30, 10, 30], 2, 5),  # more room than the next one
+        ([1.0, 1.06, 1.08, 1.05, 1.06, 1.2], [20, 10, 30, 20, 10, 30], 3, 5),
+        ([1.0, 1.06, 1.2, 1.2, 1.06, 1.2], [20, 10, 20, 20, 10, 30], 1, 3),  # one divided state, and none offloaded
+        ([1.0, 1.2, 1.2, 1.2, 1.2, 1.05], [20, 10, 20, 20, 10, 30], 5, 2),
+        ([1.0, 1.2, 1.2, 1.2, 1.2, 1.2], [20, 10, 20, 20, 10, 30], 0, 1),
+    ],
+)
+def test_of_layouts_within_the_error_the_simplest_wins(seconds, gigabytes, best, num_tied):
+    estimates = {one: estimate(s, gb) for one, s, gb in zip(LAYOUTS, seconds, gigabytes, strict=True)}
+    chosen, tied = choose(estimates, 0.1)
+    assert (chosen, len(tied)) == (LAYOUTS[best], num_tied)
+    printed = " ".join(chosen_lines(chosen, estimates, tied, search()))
+    assert ("a tie" in printed) == (num_tied > 1)
+
+
+CONSTRAINTS = [
+    {"zero.stage": 1, "parallel.tensor_size": 2},
+    {"zero.stage": 3, "zero.accumulate": "local"},
+    {"parallel.shard_size": 4, "zero.optimizer_over": "all", "zero.stage": 2},
+    {"activations.store": "partition", "train.micro_batch_size": 10},
+    {"parallel.tensor_size": 4, "activations.store": "partition_host"},
+    {"offload.mode": "host", "zero.stage": 2},
+]
+
+
+@pytest.mark.parametrize("constraint", CONSTRAINTS, ids=str)
+def test_every_layout_keeps_what_is_fixed(constraint: dict):
+    small = "--model.num_layers=8", "--model.hidden_size=1024", "--model.num_heads=16"
+    chosen = settings(*small, *(f"--{name}={value}" for name, value in constraint.items()))
+    plan = make_plan(chosen, DGX_2, 32, constraint)
+    for found in [*plan.fitting, *plan.too_large]:
+        assert {name: getattr(found.layout, FIELDS[name]) for name in constraint} == constraint
+    assert len(plan.fitting) > 1
+
+
+@pytest.mark.parametrize(
+    ("constraint", "message"),
+    [
+        ({"parallel.tensor_size": 3}, r"parallel.tensor_size=3 cannot be kept on 400 GPUs .*; choose 1, 2, 4, 8, 16"),
+        (
+            {"train.micro_batch_size": 7},
+            r"micro_batch_size=7 cannot be kept on .*global_batch_size=800; choose 1, 2",
+        ),
+        (
+            {"parallel.shard_size": 16, "parallel.tensor_size": 16},
+            r"shard_size=16 cannot be kept .*choose null",
+        ),
+        ({"parallel.tensor_size": 3, "train.micro_batch_size": 7}, r"no layout .* with parallel.tensor_size=3, train"),
+    ],
+)
+def test_a_constraint_that_cannot_be_kept_is_refused_by_name(constraint: dict, message: str):
+    with pytest.raises(ConfigError, match=message):
+        make_plan(settings(*(f"--{name}={value}" for name, value in constraint.items())), DGX_2, 400, constraint)
+
+
+def test_what_is_given_is_fixed_unless_it_is_freed_or_auto(tmp_path: Path):
+    file = tmp_path / "given.yaml"
+    file.write_text("zero:\n  stage: 1\nactivations:\n  store: auto\n")
+    given = ["--config", str(file), "--parallel.tensor_size=2"]
+    found = constraints(given, 32, None)
+    assert found == {"parallel.tensor_size": "command line", "zero.stage": f"{file}, line 2"}
+    assert list(constraints(given, 32, ["zero.stage"])) == ["parallel.tensor_size"]
+    assert constraints(given, 32, []) == {}
+    with pytest.raises(ConfigError, match=r"--free=zero.overlap is no setting of the layout; choose parallel"):
+        constraints(given, 32, ["zero.overlap"])
+    chosen = settings("--zero.stage=1", "--parallel.tensor_size=2")
+    lines = list(constraint_lines(chosen, found))
+    assert lines[1] == f"fixed: zero.stage=1 ({file}, line 2; --free zero.stage searches it)"
+    assert lines[-1].startswith(
+        "searched: parallel.shard_size, zero.optimizer_over, zero.accumulate, activations.store"
+    )
+
+
+def test_what_makes_a_layout_fit_is_found_by_trying():
+    """13B parameters on one node: stage 1 has 4 + 12 / 16 bytes of them."""
+    layout = CandidateLayout(1, 1, "keep", 1)
+    shape = "--model.num_layers=40", "--model.hidden_size=5120", "--train.global_batch_size=64"
+    chosen = settings(*shape)
+    found = remedies(layout, chosen, DGX_2, 1)
+    assert [str(one) for one in found] == ["--parallel.tensor_size=4", "--zero.stage=3"]
+    deep = settings(*shape, "--model.num_layers=200")
+    pairs = [str(one) for one in remedies(layout, deep, DGX_2, 1)]
+    assert "--offload.mode=auto --zero.stage=3" in pairs
+
+
+@pytest.mark.parametrize(("text", "steps"), [("819.2K", 1), ("819201", 2), ("1.6384M", 2)])
+def test_a_length_in_tokens_is_a_number_of_steps(text: str, steps: int):
+    assert with_tokens(settings(), text).train.steps == steps
+    with pytest.raises(ConfigError, match="--tokens=many is no number of tokens"):
+        with_tokens(settings(), "many")
 
 
 def num_columns(table: Table) -> int:
@@ -167,15 +279,8 @@ def test_the_table_of_the_longest_layout_has_80_columns():
     layout = CandidateLayout(16, 3, "partition_host", 64, offload="host", accumulate="local")
     assert layout.division.endswith("local, offload")
     found = dataclasses.replace(PREDICTIONS[0], layout=layout, num_micro_batches=1024)
-    verified = {layout: estimate(161.0, gigabytes=133.5)}
-    table = plan_table([found], verified, {layout: 1234.5}, NOT_CALIBRATED)
-    assert num_columns(table) <= 80
-
-
-def test_the_options_of_a_plan_replace_those_that_were_given():
-    given = ["--config", "a.yaml", "--zero.stage=1", "--model.num_layers", "4", "--train.steps=7"]
-    chosen = ["--zero.stage=3", "--model.num_layers=9"]
-    assert overridden(given, chosen) == ["--config", "a.yaml", "--train.steps=7", *chosen]
+    of_dry_runs = verified_table({layout: estimate(161.0, gigabytes=133.5)}, search(NOT_CALIBRATED))
+    assert all(num_columns(table) <= 80 for table in (of_dry_runs, closed_form_table([found])))
 
 
 def test_layouts_are_verified_until_enough_fit_and_each_is_announced(

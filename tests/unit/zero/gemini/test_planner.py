@@ -162,7 +162,7 @@ def cached_bytes(model: ZeroDataParallel) -> int:
 def test_shards_that_have_no_room_in_the_update_are_evicted_before_it(monkeypatch: pytest.MonkeyPatch):
     """Everywhere else there is room for all of them."""
     model, optimizer = within_budget()
-    measure(monkeypatch, lambda: BUDGET if model.planner._recorder.moment == UPDATE else 0)
+    measure(monkeypatch, lambda: BUDGET if model.planner.recorder.moment == UPDATE else 0)
     found = []
     for _ in range(4):
         model(torch.ones(2, 8)).backward()
@@ -188,11 +188,11 @@ def test_shards_are_cached_in_the_room_that_each_moment_has(
     """The root is visited first. The shard of the second layer is used later than that of the first."""
     model, optimizer = within_budget()
     model.module.order = (0, 1, 0, 1, 2)
-    measure(monkeypatch, lambda: BUDGET - (0 if model.planner._recorder.moment == moment_without_room else room_bytes))
+    measure(monkeypatch, lambda: BUDGET - (0 if model.planner.recorder.moment == moment_without_room else room_bytes))
     found: list[tuple[Moment, int]] = []
 
     def note(*_: object) -> None:
-        found.append((model.planner._recorder.moment, cached_bytes(model)))
+        found.append((model.planner.recorder.moment, cached_bytes(model)))
 
     def after_forward(_module: nn.Module, _args: tuple, output: Tensor) -> None:
         note()
@@ -257,9 +257,9 @@ def test_a_budget_that_is_exceeded_ends_the_first_step_before_its_update(
     monkeypatch: pytest.MonkeyPatch, mode: str, moment: Moment
 ):
     model, optimizer = within_budget(mode)
-    model.planner._recorder._meter.earlier_peaks = 70, 90
+    model.planner.recorder._meter.earlier_peaks = 70, 90
     assert model.planner.earlier_peaks == (70, 90)
-    measure(monkeypatch, lambda: BUDGET + (10**6 if model.planner._recorder.moment == moment else 0))
+    measure(monkeypatch, lambda: BUDGET + (10**6 if model.planner.recorder.moment == moment else 0))
     before = params_of(model)
     model(torch.ones(2, 8)).backward()
     where = f"{moment[0]} visit {moment[1]}"
