@@ -187,7 +187,7 @@ TRAININGS = {
 
 @pytest.mark.parametrize("model", [GPT2, (*LLAMA, "--train.precision=fp32")], ids=["gpt2", "llama"])
 def test_forty_steps_have_the_same_bits_on_any_number_of_ranks(model):
-    """In fp32 too: a sum of a few gradients in half precision is often exact in any order."""
+    # One of them in fp32: a sum of a few gradients in half precision is often exact in any order.
     layouts = [(1, (S1,)), (3, (S3, SMALL)), (4, (S1, SMALL))]
     first, *others = (hash_after(ranks, *model, *options, num_steps=40) for ranks, options in layouts)
     assert others == [first] * len(others)
