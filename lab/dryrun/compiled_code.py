@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from gpt.kernels.documents import Documents
 from gpt.model.transformer import GPT, Sequences
 from gpt.settings.settings import Settings
+from gpt.settings.training import Fp8Settings
 from gpt.shape.config import ModelConfig
 from lab.observe.compiled_kernels import CompiledRegion, compiled_region, splice
 from lab.observe.kernel_log import Kernel
@@ -21,6 +22,8 @@ from parallel.tensor.linear_cross_entropy import rows_of_chunks
 from parallel.tensor.softmax import Softmax, log_sums_to_gradients_
 from parallel.tensor.token_layout import ReplicatedTokens
 from zero.activations.checkpointed_blocks import ActivationsConfig
+from zero.fp8.convert import convert
+from zero.fp8.kernels import HOPPER
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +43,9 @@ def with_compiled_code(
         softmax = Softmax(cap=one_layer.logit_cap, z_loss=train.z_loss)
         regions += [loss_region(one_layer, softmax, num_rows, train.dtype) for num_rows in rows_of_chunks(num_tokens)]
     if has_no_tensor_axis and train.compiles_blocks and activations.store == "none":
-        regions.append(block_region(one_layer, train.micro_batch_size, train.dtype, settings.data.mask_documents))
+        of_block = one_layer, train.micro_batch_size, train.dtype, settings.data.mask_documents
+        kinds = [train.fp8, None] if train.matmul == "fp8" else [None]  # the first and last blocks may not be in FP8
+        regions += [block_region(*of_block, kind) for kind in kinds]
     elif train.compiles_blocks:
         logger.warning("kernels of compiled blocks are counted eager with tensor parallelism or recomputation")
     return splice(kernels, [region for region in regions if region is not None])
@@ -60,7 +65,7 @@ def loss_region(config: ModelConfig, softmax: Softmax, num_rows: int, dtype: tor
 
 @cache
 def block_region(
-    config: ModelConfig, num_sequences: int, dtype: torch.dtype, masks_documents: bool
+    config: ModelConfig, num_sequences: int, dtype: torch.dtype, masks_documents: bool, fp8: Fp8Settings | None
 ) -> CompiledRegion | None:
     """Return the kernels of one block, eager and compiled; None, with a warning, if they cannot be counted."""
 
@@ -82,6 +87,8 @@ def block_region(
         ids = torch.zeros(num_sequences, config.seq_length, dtype=torch.int64)
         documents = Documents(ids, torch.empty(num_sequences + 1, dtype=torch.int32)) if masks_documents else None
         model.last_hidden(ids, documents)
+        if fp8 is not None:
+            convert(model.blocks, fp8.recipe, use_fast_accum=fp8.use_fast_accum, emulate=fp8.emulate, device=HOPPER)
         return model.blocks[0], calls[0]
 
     return compiled_region(build)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lab.observe.fake_tensors import QuickFakeTensorMode, instances_in
-from lab.observe.kernel_log import Kernel, KernelLog, attention_of, product_of
+from lab.observe.kernel_log import Kernel, KernelLog, attention_of, product_of, recipe_of
 from lab.observe.operation_observer import observe_operations
 from parallel.torch_internals import schema_of, tree_map
 
@@ -163,8 +163,8 @@ def _kernel(node: Any) -> Kernel:
     if node.is_extern() and names:
         inputs = [a.meta["val"] if isinstance(a, torch.fx.Node) else a for a in operations[0].args]
         name, dtype = names[0], results[0].dtype if results else dtype
-        attention = attention_of(name, inputs)
-        return Kernel(name, "", inductor.bytes_of(node), dtype, product_of(name, inputs), attention=attention)
+        kernel = Kernel(name, "", inductor.bytes_of(node), dtype, product_of(name, inputs))
+        return replace(kernel, attention=attention_of(name, inputs), recipe=recipe_of(name, inputs))
     named = sorted({name for name in names if name not in NOT_NAMED} or set(names))
     return Kernel("compiled " + "+".join(named[:MOST_NAMES]), "", inductor.bytes_of(node), dtype)
 

@@ -120,7 +120,7 @@ class KernelLog:
             to_host=on_host[0],
             is_on_host=all(on_host),
             attention=attention_of(name, args),
-            recipe=RECIPES_OF_SCALING[args[OF_SCALING][0]] if name == SCALED_PRODUCT else "",
+            recipe=recipe_of(name, args),
         )
 
 
@@ -148,6 +148,11 @@ def product_of(name: str, args: Any) -> tuple[int, int, int, int] | None:
         return None
     *batch, m, k = args[first].shape
     return prod(batch), m, args[first + 1].shape[-1], k
+
+
+def recipe_of(name: str, args: Any) -> str:
+    """Return what `Kernel.recipe` says of an operation."""
+    return RECIPES_OF_SCALING[args[OF_SCALING][0]] if name == SCALED_PRODUCT else ""
 
 
 def attention_of(name: str, args: Any) -> tuple[int, int, int, int, int] | None:

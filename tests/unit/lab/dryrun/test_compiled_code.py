@@ -48,6 +48,18 @@ def test_every_block_of_every_micro_batch_is_compiled(
         assert max(after) <= len(compiled.kernels)
 
 
+def test_blocks_in_fp8_are_compiled_too():
+    options = "--train.matmul=fp8", "--train.fp8.recipe=rowwise", "--train.fp8.keep_first=1", "--dry_run.backend=nccl"
+    eager, compiled = (recording(*options, f"--train.compile={part}") for part in ("none", "blocks"))
+    products = [{(k.product, k.recipe) for k in found.kernels if k.product} for found in (eager, compiled)]
+    assert products[0] == products[1]
+    assert {recipe for _, recipe in products[0]} == {"", "rowwise"}
+    assert sum(k.flops for k in compiled.kernels) == sum(k.flops for k in eager.kernels)
+    scales = [k.name for k in compiled.kernels if "amax" in k.name]
+    assert scales
+    assert all(name.startswith("compiled") for name in scales)
+
+
 def test_the_loss_is_compiled_on_gpus():
     on_cpus, on_gpus = (recording(f"--dry_run.backend={backend}") for backend in ("gloo", "nccl"))
     assert sum(kernel.name == "amax" for kernel in on_cpus.kernels) == 2, "micro-batches"
