@@ -25,7 +25,7 @@ from parallel.mesh import Axis
 from zero.fp8.scaling import CODES, Blocks, encode, scale_of
 from zero.partition.layout import Span, cut, overlap, rectangles
 
-AT_ONCE = 2**22  # elements at a time: temporaries in fp32 have this length
+AT_ONCE = 2**24  # elements at a time: temporaries in fp32 have this length
 
 
 class Stretch(NamedTuple):
@@ -54,6 +54,10 @@ class WeightScales:
             torch.Size(-(-length // size) for length, size in zip(param.shape, sizes, strict=True))
             for param, sizes in self._sizes_of.items()
         ]
+        # In one block no row has a meaning: any range is one rectangle of a matrix of one row.
+        self._sizes_of |= {
+            param: (1, param.numel()) for param, shape in zip(blocks_of, shapes, strict=True) if shape.numel() == 1
+        }
         self._amax = torch.zeros(sum(shape.numel() for shape in shapes), device=device)
         self._scales = self._amax
         stops = list(accumulate(shape.numel() for shape in shapes))
@@ -71,12 +75,11 @@ class WeightScales:
             return
         on_device = {self._amax.device: self._amax.zero_()}  # and where master weights are, if that is another one
         for stretch, values in owned:
-            amax_there = on_device.setdefault(values.device, torch.zeros_like(self._amax, device=values.device))
-            for place, (part,) in _rectangles(stretch, values):
-                rows, columns = sizes = self._sizes_of[stretch.param]
-                before = place.column % columns, 0, place.row % rows, 0
-                found = Blocks(*sizes).split(F.pad(part.bfloat16(), before)).abs().amax((1, 3))
-                amax = self._in_grid(amax_there, stretch.param, place)
+            if values.device not in on_device:
+                on_device[values.device] = torch.zeros_like(self._amax, device=values.device)
+            for place, (part,) in self._rectangles(stretch, values):
+                amax = self._in_grid(on_device[values.device], stretch.param, place)
+                found = self._amax_of(part.bfloat16(), place, self._sizes_of[stretch.param], amax.shape)
                 torch.maximum(amax, found.to(amax), out=amax)
         for elsewhere in on_device.values():
             torch.maximum(self._amax, elsewhere.to(self._amax.device), out=self._amax)
@@ -86,14 +89,14 @@ class WeightScales:
 
     def encode(self, stretch: Stretch, values: Tensor, out: Tensor) -> None:
         """Write the codes, bytes, of values of a weight, rounded to bf16."""
-        for place, (part, codes) in _rectangles(stretch, values, out):
+        for place, (part, codes) in self._rectangles(stretch, values, out):
             codes.copy_(encode(part.bfloat16(), self._scales_of(stretch.param, place)).view(torch.uint8))
 
     def decode(self, stretch: Stretch, codes: Tensor, out: Tensor) -> None:
         """Write the values that codes stand for."""
-        for place, (part, values) in _rectangles(stretch, codes, out):
-            scales = self._scales_of(stretch.param, place)
-            values.copy_(part.view(CODES).to(scales.dtype) * scales)
+        for place, (part, values) in self._rectangles(stretch, codes, out):
+            # Codes are exact in bf16; the product is computed in fp32, and rounded once to the type of `values`.
+            torch.mul(part.view(CODES).bfloat16(), self._scales_of(stretch.param, place), out=values)
 
     def _scales_of(self, param: nn.Parameter, place: Rectangle) -> Tensor:
         """Return the scale of each element of a part of a weight, or one scale for all of them."""
@@ -105,6 +108,29 @@ class WeightScales:
             for first, number, size in zip(place[:2], place[2:], self._sizes_of[param], strict=True)
         )
         return scales[of_rows][:, of_columns]
+
+    @staticmethod
+    def _amax_of(part: Tensor, place: Rectangle, sizes: tuple[int, int], grid: torch.Size) -> Tensor:
+        """Return the largest magnitudes of a part of a weight in each of the blocks that it touches."""
+        if grid.numel() == 1:
+            return torch.maximum(part.amax(), -part.amin()).view(1, 1)
+        rows, columns = sizes
+        whole_blocks = F.pad(part, (place.column % columns, 0, place.row % rows, 0))
+        return Blocks(*sizes).split(whole_blocks).abs().amax((1, 3))
+
+    def _rectangles(self, stretch: Stretch, *flats: Tensor) -> Iterator[tuple[Rectangle, list[Tensor]]]:
+        """Cut tensors with the elements of a stretch into parts of the weight, of at most AT_ONCE or a row."""
+        in_one_block = self._sizes_of[stretch.param] == (1, stretch.param.numel())
+        shape = (1, stretch.param.numel()) if in_one_block else stretch.span.shape
+        start, taken = stretch.span.elements.start, 0
+        of_weight = range(stretch.elements.start - start, stretch.elements.stop - start)
+        for (first, column), (num_rows, num_columns) in rectangles(shape, of_weight):
+            rows_at_once = max(1, AT_ONCE // num_columns)
+            for row in range(first, first + num_rows, rows_at_once):
+                place = Rectangle(row, column, min(rows_at_once, first + num_rows - row), num_columns)
+                numel = place.num_rows * num_columns
+                yield place, [flat[taken : taken + numel].view(place.num_rows, num_columns) for flat in flats]
+                taken += numel
 
     def _in_grid(self, of_all: Tensor, param: nn.Parameter, place: Rectangle) -> Tensor:
         """Return a view of what a tensor has for the blocks that a part of a weight touches."""
@@ -150,16 +176,3 @@ def _within(stretches: Iterable[Stretch], elements: range) -> Iterator[tuple[Str
     for stretch in stretches:
         if part := overlap(stretch.elements, elements):
             yield stretch._replace(elements=part), part
-
-
-def _rectangles(stretch: Stretch, *flats: Tensor) -> Iterator[tuple[Rectangle, list[Tensor]]]:
-    """Cut tensors with the elements of a stretch into parts of the weight, of at most AT_ONCE or a row."""
-    start, taken = stretch.span.elements.start, 0
-    of_weight = range(stretch.elements.start - start, stretch.elements.stop - start)
-    for (first, column), (num_rows, num_columns) in rectangles(stretch.span.shape, of_weight):
-        rows_at_once = max(1, AT_ONCE // num_columns)
-        for row in range(first, first + num_rows, rows_at_once):
-            place = Rectangle(row, column, min(rows_at_once, first + num_rows - row), num_columns)
-            numel = place.num_rows * num_columns
-            yield place, [flat[taken : taken + numel].view(place.num_rows, num_columns) for flat in flats]
-            taken += numel
