@@ -76,12 +76,13 @@ class ScaledProducts:
         )
 
     def _product(self, a: Scaled, b: Scaled, dtype: torch.dtype) -> Tensor:
-        device = self.device or Device.of(a.codes.device)
-        if self.emulates or device.kind == "cpu":
+        kind = self.device.kind if self.device is not None else a.codes.device.type
+        if self.emulates or kind == "cpu":
             return emulated(a, b, dtype)
-        shape = a.codes.shape[0], b.codes.shape[0], a.codes.shape[1]
-        if (reason := refusal(self.recipe, device, dtype, shape)) is not None:
-            raise ValueError(f"a product in FP8 cannot be computed: {reason}; emulate it, or pad the layer")
+        if not torch.compiler.is_compiling():  # the compiler cannot trace the query of a device
+            device, shape = self.device or Device.of(a.codes.device), (a.codes.shape[0], *b.codes.shape)
+            if (reason := refusal(self.recipe, device, dtype, shape)) is not None:
+                raise ValueError(f"a product in FP8 cannot be computed: {reason}; emulate it, or pad the layer")
         return launched(a, b, dtype, use_fast_accum=self.use_fast_accum)
 
 

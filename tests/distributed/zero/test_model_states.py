@@ -143,7 +143,7 @@ def test_model_states_are_the_papers(stage, data_size, num_micro_batches):
 
 @pytest.mark.parametrize(("data_size", "group_sizes"), [(4, [1, 2]), pytest.param(8, [2, 4], marks=pytest.mark.full)])
 def test_states_of_two_levels_are_divided_over_a_group_and_over_all_ranks(data_size, group_sizes):
-    cases = [(3, 2, group_size, 0, ("fp32", "bf16"), "all") for group_size in group_sizes]
+    cases = [(3, 2, group_size, 0, ("fp32", "bf16"), "all", "message") for group_size in group_sizes]
     for group_size, found in zip(group_sizes, run_cases(data_size, train, cases), strict=True):
         check_states_of_two_levels(data_size, group_size, found)
 

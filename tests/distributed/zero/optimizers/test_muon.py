@@ -227,7 +227,7 @@ def test_muon_equals_one_process():
     few = FACTORS | {"ranks": [(3, 1), (1, 2)], "bucket_numel": [300, 5000]}
     cases = [case_of(**combination) for combination in pairwise(**few)]
     mixed = Case(3, 2, 2, 2, 300), Case(1, 2, overlap_gather=True)
-    check_cases([*cases, *mixed, Case(2, 2, offload=AUTO), Case(3, 2, offload=AUTO)])
+    check_cases([*cases, *mixed, Case(2, 2, 1, 2, offload=AUTO), Case(3, 2, 1, 2, offload=AUTO)])
 
 
 def test_grouped_heads_and_gates_are_matrices_of_their_own():

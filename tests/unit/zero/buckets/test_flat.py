@@ -11,7 +11,7 @@ from parallel.comm_log import CommLog
 from parallel.mesh import Axis, Work
 from zero.buckets.flat import FlatContext, FlatParameters, absent, is_absent
 from zero.buckets.guarded_parameter import ParameterGuard
-from zero.buckets.weight_codes import WeightCodes
+from zero.buckets.weight_codes import WeightScales
 from zero.memory.placement import Offload
 from zero.memory.streams import SideStream
 from zero.partition.config import ZeroConfig
@@ -49,7 +49,7 @@ def flat_parameters(lifetime: Lifetime, reads: NotedReads | None = None) -> Flat
     guard = ParameterGuard({param: name for name, param in params.items()}, reads or NotedReads())
     config, device = ZeroConfig(3), torch.device("cpu")
     levels = config.policy.levels(LateAxis("data", 2, 0, CommLog()))
-    context = FlatContext(config, levels, 32, Offload(device), guard, SideStream(device), WeightCodes({}, device))
+    context = FlatContext(config, levels, 32, Offload(device), guard, SideStream(device), WeightScales({}, device))
     return FlatParameters(params, lifetime, attrgetter("data"), context)
 
 
