@@ -15,6 +15,7 @@ from tests.ranks import run_cases
 from zero.engine import ZeroDataParallel
 from zero.formulas import memory
 from zero.formulas.traffic import axis_bytes
+from zero.fp8 import convert
 from zero.optimizer import ZeroOptimizer
 from zero.partition.config import DTYPES, DtypeName, SumOverRanks, ZeroConfig
 from zero.partition.stage import STAGES, Lifetime
@@ -33,8 +34,9 @@ def train(
     gradients: tuple[DtypeName, DtypeName] | None,
     optimizer_over: Literal["group", "all"],
     sums: SumOverRanks,
+    in_fp8: bool = False,
 ) -> dict:
-    """Train in bf16 with gradients of two types: (accumulate, reduce), or the default ones."""
+    """Train in bf16 with gradients of two types: (accumulate, reduce), or the default ones; or with weights in FP8."""
     dtype = torch.bfloat16
     mesh = Mesh.create(tensor_size=1, shard_size=shard_size)
     mesh.log.keeps_events = True
@@ -49,8 +51,12 @@ def train(
         optimizer_over=optimizer_over,
         sum_over_ranks=sums,
         leaf_blocks=mesh.data.size,
+        gather_dtype="fp8" if in_fp8 else None,
     )
-    model = ZeroDataParallel(Chain(dtype), mesh.data, config)
+    module = Chain(dtype)
+    if in_fp8:
+        convert(module)
+    model = ZeroDataParallel(module, mesh.data, config)
     optimizer = ZeroOptimizer(model, torch.optim.AdamW, fused=True)
     for _ in range(4):  # by the fourth the execution order is known, and the ranks have agreed on it
         mesh.log.clear()
@@ -82,6 +88,7 @@ LAYOUTS = pairwise(
     sums=["message", "leaves"],
 )
 TYPES: dict[str, tuple[DtypeName, DtypeName] | None] = {"message": PAPER, "leaves": None}
+IN_FP8 = 3, 2, None, 0, PAPER, "group", "message", True
 GRADIENTS = [None, ("fp32", "fp32"), ("fp32", "bf16")]
 
 
@@ -95,6 +102,7 @@ def all_trained() -> dict[tuple, list[dict]]:
     cases[2] += [(stage, 2, None, 0, gradients, "group", "message") for stage in STAGES for gradients in GRADIENTS]
     for stage, (data_size, shard_size, over), num_micro_batches, resident_numel, sums in map(dict.values, LAYOUTS):
         cases[data_size].append((stage, num_micro_batches, shard_size, resident_numel, TYPES[sums], over, sums))
+    cases[2].append(IN_FP8)
     return {
         (num_ranks, *case): found
         for num_ranks, of_size in cases.items()
@@ -225,6 +233,16 @@ def test_traffic_along_each_axis(layout):
             kept_bytes=found["last_block_bytes"],
         )
         assert (sent["shard" if shard_size else "data"], sent["replica"]) == expected
+
+
+def test_weights_in_fp8_take_4_bytes_instead_of_6_on_the_wire():
+    """Of biases, 0.4% of the parameters, 6; the block that runs last is gathered once."""
+    for found in all_trained()[2, *IN_FP8]:
+        num_micro_batches, num_blocks, num_weights = 2, 10, WIDTH**2
+        gathers, reductions = num_micro_batches * (2 * num_blocks - 1), num_micro_batches * num_blocks
+        expected = (gathers + 2 * reductions) * num_weights / 2
+        assert found["written"] == pytest.approx(expected, rel=0.02)
+        assert found["written"] == pytest.approx(sum(event.wire_bytes for event in found["events"]), rel=0.02)
 
 
 def test_buffers_do_not_depend_on_the_model():
