@@ -236,7 +236,7 @@ def test_traffic_along_each_axis(layout):
 
 
 def test_weights_in_fp8_take_4_bytes_instead_of_6_on_the_wire():
-    """Of biases, 0.4% of the parameters, 6; the block that runs last is gathered once."""
+    """Biases, 0.4% of the parameters, take 6; the block that runs last is gathered once."""
     for found in all_trained()[2, *IN_FP8]:
         num_micro_batches, num_blocks, num_weights = 2, 10, WIDTH**2
         gathers, reductions = num_micro_batches * (2 * num_blocks - 1), num_micro_batches * num_blocks
