@@ -296,7 +296,7 @@ class FlatParameters:
 
     def params_in(self, elements: range) -> Iterator[tuple[nn.Parameter, range]]:
         """Iterate over the parameters that have some of these elements of the buffer, each with its own."""
-        return ((self._param_of[span], own) for span, own in self.layout.spans_in(elements))
+        return ((stretch.param, stretch.elements) for stretch in self.stretches(elements))
 
     def _bucket(self, bucket: BucketRange, context: FlatContext) -> Bucket:
         elements, levels = bucket.elements, context.levels

@@ -73,15 +73,15 @@ class WeightScales:
         """Set the scales to those of the weights of which the ranks of `owners` have these parts; all ranks call it."""
         if not self._sizes_of:
             return
-        on_device = {self._amax.device: self._amax.zero_()}  # and where master weights are, if that is another one
+        amax_on = {self._amax.device: self._amax.zero_()}  # and where master weights are, if that is another device
         for stretch, values in owned:
-            if values.device not in on_device:
-                on_device[values.device] = torch.zeros_like(self._amax, device=values.device)
+            if values.device not in amax_on:
+                amax_on[values.device] = torch.zeros_like(self._amax, device=values.device)
             for place, (part,) in self._rectangles(stretch, values):
-                amax = self._in_grid(on_device[values.device], stretch.param, place)
+                amax = self._in_grid(amax_on[values.device], stretch.param, place)
                 found = self._amax_of(part.bfloat16(), place, self._sizes_of[stretch.param], amax.shape)
                 torch.maximum(amax, found.to(amax), out=amax)
-        for elsewhere in on_device.values():
+        for elsewhere in [amax for amax in amax_on.values() if amax is not self._amax]:
             torch.maximum(self._amax, elsewhere.to(self._amax.device), out=self._amax)
         self._amax.nan_to_num_(nan=torch.inf, posinf=torch.inf)  # a maximum of NaN is not NaN with every backend
         owners.all_reduce(self._amax, out=self._amax, op=dist.ReduceOp.MAX).wait()
@@ -120,8 +120,8 @@ class WeightScales:
 
     def _rectangles(self, stretch: Stretch, *flats: Tensor) -> Iterator[tuple[Rectangle, list[Tensor]]]:
         """Cut tensors with the elements of a stretch into parts of the weight, of at most AT_ONCE or a row."""
-        in_one_block = self._sizes_of[stretch.param] == (1, stretch.param.numel())
-        shape = (1, stretch.param.numel()) if in_one_block else stretch.span.shape
+        _, grid = self._grid_of[stretch.param]
+        shape = stretch.span.shape if grid.numel() > 1 else (1, stretch.param.numel())
         start, taken = stretch.span.elements.start, 0
         of_weight = range(stretch.elements.start - start, stretch.elements.stop - start)
         for (first, column), (num_rows, num_columns) in rectangles(shape, of_weight):

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.nn.functional import ScalingType, scaled_mm
 
 from zero.fp8.scaling import Blocks, RecipeName, Scaled
@@ -109,5 +110,5 @@ def _scaling(matrix: Scaled, *, by_rows: bool) -> tuple[ScalingType, Tensor]:
     if matrix.blocks.rows == 1:
         return ScalingType.BlockWise1x128, scales.t().contiguous().t()
     missing = -scales.shape[1] % BLOCKS_OF_COLUMNS
-    padded = torch.nn.functional.pad(scales, (0, missing)).contiguous()  # K is the first dim of the transposed view
+    padded = F.pad(scales, (0, missing)).contiguous()  # K is the first dim of the transposed view
     return ScalingType.BlockWise128x128, padded.t()

@@ -91,7 +91,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, products: ScaledProducts) -> Tensor:
-        ctx.products, ctx.has_bias = products, bias is not None
+        ctx.products = products
         ctx.save_for_backward(x, weight)
         (y,) = products.outputs(x, [weight], [] if bias is None else [bias])
         return y
