@@ -18,7 +18,9 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -30,6 +32,7 @@ import torch.distributed as dist
 from tests.pairwise import noting
 
 MASTER_ADDRESS = "127.0.0.1"
+WAIT_FOREVER = timedelta(days=1)  # `collect` ends the ranks that wait for one that never comes
 LATE_DEATH_SECONDS = 10.0  # for which a death is waited for after an error that it may have caused
 PRELOADED = ["tests.twins", "pretrain_gpt"]  # they import what most tests need, among it torch and transformers
 
@@ -236,6 +239,15 @@ def serve(connection: Connection) -> None:
         connection.send_bytes(answer(request))
 
 
+def wait_for_all_to_leave() -> None:
+    """Meet in the store: a rank that left now would close connections from which slower ranks still receive."""
+    store = dist.distributed_c10d._get_default_store()
+    with suppress(dist.DistError):  # rank 0, which serves the store, has seen all and left
+        if store.add("left", 1) == dist.get_world_size():
+            store.set("all_left", "")
+        store.wait(["all_left"], WAIT_FOREVER)
+
+
 def exit_with_test_process() -> None:
     """Exit when the test process ends, which a rank that hangs in a collective would not notice."""
     test_process = multiprocessing.parent_process()
@@ -255,7 +267,8 @@ def answer(request: bytes) -> bytes:
 def call_as_rank(call: RankCall) -> Any:
     """Run the call in its own process group, from the same random state and settings every time.
 
-    A rank that fails does not destroy its group: the other ranks would fail too, and hide the first error.
+    A rank that fails does not destroy its group: the other ranks would fail too, and hide the first error. A call that
+    some ranks leave early on purpose destroys the group itself.
     """
     torch.set_num_threads(1)
     set_fixed_start()
@@ -266,7 +279,8 @@ def call_as_rank(call: RankCall) -> Any:
             dist.barrier()
         result = call.function(*call.args, **call.kwargs)
         if dist.is_initialized():
-            dist.destroy_process_group()  # at once: ranks that wait for one that has failed need not wait any longer
+            wait_for_all_to_leave()
+            dist.destroy_process_group()
     gc.collect()
     gc.freeze()  # what is left are modules and caches: not to visit them again makes the next collections short
     return result

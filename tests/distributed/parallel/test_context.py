@@ -57,7 +57,6 @@ def coordinates(tensor_size: int, shard_size: int | None, context_size: int) -> 
     gathered = whole_sequences(stretch[..., None], mesh.context)[..., 0]
     assert torch.equal(gathered, ids)
     parts = mesh.data.parts or ()
-    mesh.barrier()  # a rank that left its groups now would close connections that slower ranks are still making
     return [mesh.batch_rank, mesh.num_batch_ranks, mesh.context.rank, *(part.rank for part in parts)], mesh.rank
 
 

@@ -41,6 +41,7 @@ def die_on_rank_1() -> None:
 def hang_on_rank_0() -> None:
     if dist.get_rank() == 0:
         time.sleep(3600)
+    dist.destroy_process_group()
 
 
 def return_a_lambda() -> object:

@@ -77,6 +77,9 @@ def error_of(
         return str(error)
     except RuntimeError as error:  # of a collective that another rank has left: it has the reason of that rank
         return str(error)
+    finally:
+        if num_patient < len(steps):
+            dist.destroy_process_group()  # a rank that has diverged leaves at once
     return ""
 
 
