@@ -19,6 +19,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import cache
 from http.client import HTTPException
+from pathlib import Path
 from typing import Any, NoReturn
 from uuid import uuid4
 
@@ -36,7 +37,7 @@ from parallel.launch.membership import (
     next_start,
     start_to_join,
 )
-from parallel.launch.node_facts import Job, NodeFacts, find_facts, find_problems
+from parallel.launch.node_facts import Job, NodeFacts, find_facts, find_problems, marked
 from parallel.launch.preflight import DescribeJob, arguments_only, split_words
 from parallel.launch.route import find_route, resolve
 from parallel.world import EXIT_USER_ERROR, LAUNCH_VARIABLE, exit_with_error
@@ -51,11 +52,13 @@ FindProblem = Callable[[Sequence[str], int, int], str | None]
 
 
 class Ranks:
-    """The ranks of this node in one start, each in a process group of its own."""
+    """The ranks of this node in one start, each in a process group of its own, with a log in the folder `logs`."""
 
-    def __init__(self, start: Record, num_ranks: int, store: tuple[str, int], words: Sequence[str]):
+    def __init__(
+        self, start: Record, num_ranks: int, store: tuple[str, int], words: Sequence[str], logs: Path | None = None
+    ):
         place, world_size = list(start.members).index(start.node), num_ranks * len(start.members)
-        self._processes = []
+        self._processes, self._logs = [], list[subprocess.Popen[bytes]]()
         for local_rank in range(num_ranks):
             variables = {
                 "RANK": place * num_ranks + local_rank,
@@ -70,8 +73,19 @@ class Ranks:
                 LAUNCH_VARIABLE: f"{start.launch} {start.start}",
             }
             environment = os.environ | {name: str(value) for name, value in variables.items()}
+            output = None
+            if logs is not None:
+                logs.mkdir(parents=True, exist_ok=True)
+                copy = ["tee", "-a", str(logs / f"rank_{variables['RANK']}.log")]
+                log = subprocess.Popen(copy, stdin=subprocess.PIPE, start_new_session=True)
+                output = log.stdin
+                self._logs.append(log)
             command = [sys.executable, *words]
-            self._processes.append(subprocess.Popen(command, env=environment, start_new_session=True))
+            self._processes.append(
+                subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
+            )
+            if output is not None:
+                output.close()  # only the rank holds it: the log ends with the rank
 
     def code(self) -> int | None:
         """Return None while the ranks run, 0 after all have ended well, else the exit code of one that has failed."""
@@ -91,7 +105,7 @@ class Ranks:
     def kill(self) -> None:
         """Kill the ranks and wait for their ends: the next ones need their memory and their ports."""
         self.send(signal.SIGKILL)
-        for process in self._processes:
+        for process in (*self._processes, *self._logs):
             process.wait()
 
 
@@ -168,7 +182,10 @@ class Agent:
             self._become(start=start.start, members=start.members, state="ended", code=code)
             return
         try:
-            others = [NodeFacts(**self._peers.facts(node)) for node in start.members if node != self._own.node]
+            with marked(Path(self._own_facts.disk)) as mark:
+                others = [
+                    NodeFacts(**self._peers.facts(node, mark)) for node in start.members if node != self._own.node
+                ]
         except (OSError, HTTPException):
             return  # the node has just been lost: the records are read again
         if problems := find_problems([self._own_facts, *others]) if self._options.check else []:
@@ -188,7 +205,9 @@ class Agent:
         self._start(start)
 
     def _start(self, start: Record) -> None:
-        self._ranks = Ranks(start, self._options.num_ranks, self._stores[next(iter(start.members))], self._words)
+        store = self._stores[next(iter(start.members))]
+        logs = None if self._options.logs == "none" else Path(self._options.logs)
+        self._ranks = Ranks(start, self._options.num_ranks, store, self._words, logs)
         self._peers.own = replace(start, state="running", code=None)
         self._since = time.monotonic()
 
@@ -290,6 +309,7 @@ def main(
     parser.add_argument("--check", type=int, default=1, choices=(0, 1), help="0: the nodes are not compared")
     parser.add_argument("--grow_after", type=float, default=60.0, help="seconds of a start before nodes are added")
     parser.add_argument("--wait", type=float, default=120.0, help="seconds to wait for nodes")
+    parser.add_argument("--logs", help="folder of the ranks' logs, `none` for no logs; logs in the job's folder")
     own, program = split_words(words)
     options = parser.parse_args(own)
     arguments = program[1:]
@@ -300,6 +320,7 @@ def main(
     if not 1 <= options.min_nodes <= len(names):
         raise ConfigError(f"--min_nodes {options.min_nodes} is not in 1 to {len(names)}, the number of --nodes")
     job: Job = describe_job(arguments, len(names) * options.num_ranks)
+    options.logs = options.logs or ("none" if job.folder == Path() else str(job.folder / "logs"))
     # Asked for whenever nodes come or go; the answer takes a moment.
     problem_on = cache(lambda num_nodes: find_problem(arguments, num_nodes, options.num_ranks))
     limits = Limits(
