@@ -129,12 +129,15 @@ class Agent:
             raise ConfigError(f"{own.node}: port {port} or {port + 1} cannot be served: {error}") from error
         self._ranks: Ranks | None = None
         self._since = time.monotonic()  # the last change of the state
-        self._said, self._signal = "", 0
+        self._said = ""
+        self._signals: list[int] = []
+        self._num_passed_on = 0  # of the signals, to the ranks
 
     def run(self) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             if signal.getsignal(number) != signal.SIG_IGN:  # a scheduler sends its signals to the ranks as well
-                signal.signal(number, self._on_signal)
+                # Passed on later, because one may come while ranks are being started.
+                signal.signal(number, lambda number, _frame: self._signals.append(number))
         while self._own.state != "ended":
             if self._own.state == "waiting":
                 self._wait()
@@ -142,7 +145,7 @@ class Agent:
                 self._watch()
             time.sleep(POLL_SECONDS)
         self._tell_end()
-        return self._own.code or (128 + self._signal if self._signal else 0)
+        return self._own.code or (128 + self._signals[-1] if self._signals else 0)
 
     @property
     def _own(self) -> Record:
@@ -158,7 +161,7 @@ class Agent:
     def _wait(self) -> None:
         """Join the start that another node leads, lead the next one, or end with the job."""
         found = self._peers.read(self._nodes)
-        if self._signal:
+        if self._signals:
             self._become(state="ended")
         elif ended := end_of_job(self._own, found):
             self._become(state="ended", code=ended.code)
@@ -214,6 +217,7 @@ class Agent:
     def _watch(self) -> None:
         """Follow the ranks of this node and the records of the others."""
         assert self._ranks is not None
+        self._pass_on_signals()
         # Read first: the ranks of other nodes end a moment after the failure that ends these.
         code = self._ranks.code()
         found = self._peers.read(self._nodes if self._own.leads else list(self._own.members)[:1])
@@ -240,7 +244,7 @@ class Agent:
     def _finish(self, found: dict[str, Record | None]) -> None:
         """Wait for the ranks of the other nodes; the leader then ends the job, or it goes on to the next start."""
         members = [record for node, record in found.items() if record and node in self._own.members]
-        if any(record.state == "regrouping" for record in members) and not self._signal:
+        if any(record.state == "regrouping" for record in members) and not self._signals:
             if not self._own.leads or all(r.state != "running" for r in members):
                 self._become(state="waiting")
         elif self._own.state == "running":
@@ -264,11 +268,12 @@ class Agent:
         self._become(state="regrouping")
         self._ranks.send(signal.SIGTERM)
 
-    def _on_signal(self, number: int, frame: object) -> None:
-        """Pass the first signal on to the ranks, which save and end; end at once with the second."""
-        if self._ranks is not None:
-            self._ranks.send(signal.SIGKILL if self._signal else signal.SIGTERM)
-        self._signal = number
+    def _pass_on_signals(self) -> None:
+        """Pass the first signal on to the ranks, which save and end; kill them after the second."""
+        assert self._ranks is not None
+        while self._num_passed_on < len(self._signals):
+            self._ranks.send(signal.SIGKILL if self._num_passed_on else signal.SIGTERM)
+            self._num_passed_on += 1
 
     def _tell_end(self) -> None:
         """Serve the record until all other nodes have ended too, or the time is over."""
