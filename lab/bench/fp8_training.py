@@ -56,9 +56,7 @@ def train(name: str, seed: int, tokens: Tensor, num_steps: int) -> Curve:
     arguments = [f"--config={Path(__file__).with_suffix('.yaml')}", f"--train.seed={seed}"]
     arguments += [] if name == BASELINE else ["--train.matmul=fp8", f"--train.fp8.recipe={name}"]
     return list(
-        short_runs.train(
-            arguments, tokens, num_steps, EVALUATE_EVERY, round_operands, seed, NUM_VALIDATION_BATCHES
-        )
+        short_runs.train(arguments, tokens, num_steps, EVALUATE_EVERY, round_operands, seed, NUM_VALIDATION_BATCHES)
     )
 
 
@@ -123,7 +121,8 @@ class RoundedHeadGPT(GPT):
 
 def round_operands(state: TrainState) -> None:
     """Let a model in fp32 round the operands of its products to bf16."""
-    gpt = state.model.module
+    gpt: Any = state.model.module
+    layer: Any
     for layer in gpt.modules():
         if isinstance(products := getattr(layer, "products", None), OwnPrecision | ScaledProducts):
             layer.products = RoundedProducts(products)
@@ -152,7 +151,9 @@ def table_of(curves: Curves) -> list[str]:
         last = [f"{curve[-1][1]:.4f}" for curve in of_seed.values()]
         gaps = [curve[-1][1] for curve in differences(curves, name)]
         error = stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 1 else math.nan
-        rows.append([name, ", ".join(last), *(["", ""] if name == BASELINE else [f"{mean(gaps):+.4f}", f"{error:.4f}"])])
+        rows.append(
+            [name, ", ".join(last), *(["", ""] if name == BASELINE else [f"{mean(gaps):+.4f}", f"{error:.4f}"])]
+        )
     return table(["products", "final validation losses", "mean difference from bf16", "its standard error"], rows)
 
 
