@@ -121,7 +121,7 @@ def _prompts(texts: Sequence[str] | None, tokenizer: Tokenizer, samples: Samples
     if texts is None:
         # The tokens are the only row of a sample, or the first one if documents are kept apart.
         return [np.atleast_2d(samples[number])[0, :PROMPT_TOKENS].tolist() for number in range(NUM_PROMPTS)]
-    return [tokenizer.encode(text) or [tokenizer.eod] for text in texts]
+    return [[*tokenizer.beginning, *tokenizer.encode(text)] or [tokenizer.eod] for text in texts]
 
 
 def _check_vocabulary(prefixes: Sequence[str], model_vocab_size: int) -> None:
