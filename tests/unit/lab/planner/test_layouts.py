@@ -158,7 +158,8 @@ LAYOUT = "--train.reproducible=layout --train.reproducible_blocks"
         (3, 2, "all", True, IN_FP32),
         (0, None, "group", True, IN_FP32),
         (3, 2, "all", True, f"{LAYOUT}=8"),  # 2 blocks for each group
-        (2, None, "group", False, f"{LAYOUT}=32"),  # 4 for each rank
+        (2, None, "group", False, f"{LAYOUT}=2"),
+        (1, None, "group", True, f"{LAYOUT}=32"),  # 4 for each rank
     ],
 )
 def test_closed_forms_and_dry_runs_agree_on_what_other_sums_hold(stage, shard_size, over, overlap, option):

@@ -54,8 +54,9 @@ def test_every_mutant_that_is_listed_as_equivalent_exists():
 
 
 def test_the_tests_of_every_detector_exist():
-    groups = waits.DETECTORS.values()
-    assert all((script.ROOT / test.split("::")[0]).exists() for tests in groups for test in tests)
+    for path, _, name in (test.partition("::") for tests in waits.DETECTORS.values() for test in tests):
+        assert (script.ROOT / path).exists()
+        assert not name or f"def {name}(" in (script.ROOT / path).read_text()
 
 
 def test_a_test_that_fails_is_named_with_its_error(tmp_path: Path):
