@@ -100,7 +100,7 @@ def launched(a: Scaled, b: Scaled, dtype: torch.dtype, *, use_fast_accum: bool) 
     product = scaled_mm(
         a.codes, b.codes.t(), scales_a, of_a, scales_b, of_b, output_dtype=dtype, use_fast_accum=use_fast_accum
     )
-    return product[:num_rows]
+    return product if len(product) == num_rows else product[:num_rows].clone()  # a view could not be changed in place
 
 
 def _with_whole_rows(a: Scaled) -> Scaled:
