@@ -172,7 +172,7 @@ def score_text(
 ) -> Score:
     """Return the score of the text; see `windows` for `stride`. All ranks call it."""
     num_words = len(text.split()) + (text.count("\n") if is_wikitext else 0)
-    ids = [tokenizer.eod, *tokenizer.encode(undo_wikitext(text) if is_wikitext else text)]
+    ids = [tokenizer.start, *tokenizer.encode(undo_wikitext(text) if is_wikitext else text)]
     found = windows(len(ids) - 1, state.config.seq_length, stride)
     tokens = torch.tensor(ids, device=state.device)
     nll = negative_log_likelihood(state.model, tokens, found, state.mesh.data, micro_batch_size)

@@ -1,6 +1,7 @@
 """The training loop: steps and their metrics, evaluations, checkpoints, and the end of a run."""
 
 import math
+import statistics
 import time
 from collections.abc import Generator, Iterator
 from contextlib import closing, nullcontext
@@ -15,7 +16,7 @@ from data.documents import MicroBatch
 from gpt.audit import Auditor
 from gpt.builder.loss_guard import RollBacks, SkippedInARow
 from gpt.builder.train_state import TrainState
-from gpt.checkpoint.layout import Progress
+from gpt.checkpoint.layout import INITIAL_WEIGHTS, Progress
 from gpt.checkpoint.recovery import Recovery
 from gpt.corpus import Corpus
 from gpt.generate import sample_texts
@@ -45,7 +46,10 @@ class Trainer:
             settings.checkpoint,
             self._records.folder,
             state,
-            replace(settings, activations=state.activations).order_of_samples,
+            {
+                **replace(settings, activations=state.activations).order_of_samples,
+                INITIAL_WEIGHTS: settings.train.initial_weights,
+            },
             console.report,
             self._watch.beat,
             self._records.on_save,
@@ -188,7 +192,7 @@ class Trainer:
         self._progress = replace(self._progress, step=step, consumed_samples=num_samples)
         self._throughput.count(batch_size)
         record = None
-        is_evaluated = self._corpus.validation is not None and self._is_due(settings.train.eval_every)
+        is_evaluated = bool(self._corpus.validation) and self._is_due(settings.train.eval_every)
         is_sampled = (
             self._corpus.tokenizer and settings.train.sample_tokens and self._is_due(settings.train.sample_every)
         )
@@ -228,15 +232,19 @@ class Trainer:
         return record
 
     def _evaluate(self) -> dict[str, float]:
-        """Return the loss and the perplexity on the validation split. All ranks call it."""
-        assert self._corpus.validation is not None
+        """Return the loss of each validation corpus, their mean and its perplexity. All ranks call it."""
         samples_at_once = self._settings.train.batch.samples_at_once(self._state.mesh.num_batch_ranks)
         num_samples = math.ceil(self._settings.train.eval_samples / samples_at_once) * samples_at_once
-        (micro_batches,) = self._corpus.validation.steps([(0, num_samples)])
-        on_device = (batch.to(self._state.device, non_blocking=True) for batch in micro_batches)
-        loss = evaluate(self._state.model, on_device, self._state.mesh, self._state.leaves)
+        losses = {}
+        for name, loader in self._corpus.validation.items():
+            (micro_batches,) = loader.steps([(0, num_samples)])
+            on_device = (batch.to(self._state.device, non_blocking=True) for batch in micro_batches)
+            losses[name] = evaluate(self._state.model, on_device, self._state.mesh, self._state.leaves)
+            self._watch.beat()
         self._throughput.restart()
-        return {"validation_loss": loss, "validation_perplexity": float(torch.tensor(loss).exp())}
+        loss = statistics.fmean(losses.values())
+        of_corpora = {f"validation_loss/{name}": value for name, value in losses.items() if name}
+        return {"validation_loss": loss, "validation_perplexity": float(torch.tensor(loss).exp()), **of_corpora}
 
     def _sample(self) -> list[dict[str, str]]:
         """Return texts that the model generates. All ranks call it."""

@@ -127,11 +127,6 @@ def build_mesh(settings: Settings, world: World) -> Mesh:
     check_replicas(settings.activations, token_layout(settings.parallel, mesh).replicas)
     check_batch_sizes(settings.train.batch, mesh.num_batch_ranks)
     check_evaluated(settings.train, mesh.num_batch_ranks)
-    if (num_units := num_adding_units(settings, mesh)) > mesh.num_batch_ranks:
-        raise ConfigError(
-            f"train.reproducible=layout: {num_units} ranks that keep full gradients cannot divide each sequence among "
-            f"{mesh.context.size}; choose zero.stage=2 or 3 with zero.accumulate=reduce, or parallel.context_size=1"
-        )
     check_blocks(settings.zero, settings.zero.policy.levels(mesh.data))
     num_kv_heads, seq_length = max(1, settings.model.kv_heads // mesh.tensor.size), settings.model.seq_length
     sizes = {"heads of keys and values of a tensor rank": num_kv_heads, "tokens of a sequence": seq_length}

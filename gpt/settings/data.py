@@ -1,6 +1,7 @@
 """Settings of the training data."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
 from parallel.errors import ConfigError
@@ -17,6 +18,9 @@ class DataSettings:
     """PREFIX of a pair of files PREFIX.bin and PREFIX.idx, or a list of WEIGHT:PREFIX to blend several."""
     split: tuple[Share, Share, Share] = (0.98, 0.01, 0.01)
     """Shares of the documents that are used for training, validation and test."""
+    validation: tuple[FilePath, ...] = ()
+    """PREFIXes of corpora for validation, each of which has a loss of its own, by the last part of its PREFIX. Empty:
+    the validation share of data.path."""
     cache_dir: FilePath | None = None
     """Folder for cached indices of samples; null: the folder of the data."""
     mask_documents: bool = False
@@ -28,6 +32,11 @@ class DataSettings:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if len({Path(prefix).name for prefix in self.validation}) < len(self.validation):
+            raise ConfigError(
+                f"DataSettings.validation={list(self.validation)} has {len(self.validation)} corpora, and their names "
+                "are the last parts of the prefixes; give each another one"
+            )
         if self.packing == "best_fit" and not self.mask_documents:
             raise ConfigError(
                 "DataSettings.packing=best_fit needs DataSettings.mask_documents=true, because a packed document does "

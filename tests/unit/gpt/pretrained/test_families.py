@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.models.llama import modeling_llama
 from transformers.models.mistral import modeling_mistral
+from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen3 import modeling_qwen3
 
 from gpt.builder.closed_forms import parameters_of_rank
@@ -27,7 +28,10 @@ from tests.models import rms_norm
 from tests.pretrained_weights import weights_from_transformers, write_pretrained
 from tests.unit.gpt.model.models import MODELS, SIZES, batch, preset_config, small_config, small_gpt
 
-NORMS = (modeling_llama.LlamaRMSNorm, modeling_qwen3.Qwen3RMSNorm, modeling_mistral.MistralRMSNorm)
+NORMS = (
+    *(modeling_llama.LlamaRMSNorm, modeling_mistral.MistralRMSNorm),
+    *(modeling_qwen2.Qwen2RMSNorm, modeling_qwen3.Qwen3RMSNorm),
+)
 
 
 @pytest.fixture(autouse=True)
@@ -133,7 +137,7 @@ REFUSED = [
     ("llama", {"attention_dropout": 0.1}, "attention_dropout=0.1, only 0.0"),
     ("llama", {"attention_dropout": None}, "attention_dropout=None, only 0.0"),
     ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5, only 1.0"),
-    ("llama", {"model_type": "granite"}, "config.json: the model has model_type='granite', only gpt2, llama, qwen3"),
+    ("llama", {"model_type": "granite"}, "config.json: the model has model_type='granite', only gpt2, llama, qwen2"),
     ("llama", {"rope_parameters": ROPE | {"rope_type": "yarn", "factor": 2.0}}, "rope_type=yarn, only default and"),
     ("llama", {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5, only 1.0"),
     ("llama", {"rope_parameters": LLAMA3_ROPE}, "rope_type=llama3 and factor=8, a number is needed"),
