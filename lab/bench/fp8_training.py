@@ -27,18 +27,19 @@ from lab.bench.short_runs import Curve
 from lab.pages.markdown import table
 from lab.pages.plots import plot
 from parallel.tensor.products import OwnPrecision, Products, Tensors
+from zero.fp8.kernels import KERNELS
 from zero.fp8.products import ScaledProducts
+from zero.fp8.scaling import RECIPES
 
 STEPS, EVALUATE_EVERY, NUM_VALIDATION_BATCHES = 1000, 250, 64
 BASELINE = "bf16"
-RECIPES = "tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4"
 Curves = dict[str, dict[str, Curve]]  # by recipe and seed
 
 
 def main() -> None:
     parser = short_runs.options_parser(__doc__, "prefix of token files with a vocabulary of 4096", STEPS)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=RECIPES)
+    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(KERNELS))
     options = parser.parse_args()
     tokens = short_runs.tokens_of(options.data)
     runs = (
