@@ -2,6 +2,11 @@
 
 import json
 import math
+import os
+import random
+import subprocess
+import sysconfig
+import venv
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,13 +18,14 @@ from transformers import GPT2LMHeadModel
 from data.chosen_tokenizers import train_tokenizer
 from data.errors import DataError
 from data.tokenizer import Tokenizer
+from gpt.evaluate import evaluate_model
 from gpt.monitor.console import task_lines
 from gpt.pretrained.weights import write_weights
 from gpt.tasks import judge, load_task, load_tasks, score
 from lab.faults.runs import prepare_corpus
 from parallel.errors import ConfigError
 from tests.distributed.gpt.test_checkpoint_layouts import CONFIG, LayoutCase, build, train
-from tests.end_to_end.runs import run
+from tests.end_to_end.runs import options, run
 from tests.ranks import run_ranks
 
 TEXTS = ["the cat sat on the mat and the dog sat on the log", "a man is walking on ice; he falls down"]
@@ -72,7 +78,7 @@ def scores_of(case: LayoutCase, files: list[str], folder: Path) -> tuple[Tensor,
     requests = [request for task in tasks for request in task.requests]
     found = score(state.model, requests, state.mesh, 2), judge(state.model, tasks, state.mesh, 3)
     if case == LAYOUTS[0]:
-        write_weights(folder, MODEL, state.model.module.state_dict().items())
+        write_weights(folder, MODEL, state.model.module.state_dict().items(), tokenizer())
     return found
 
 
@@ -168,3 +174,68 @@ def test_a_file_that_is_no_task_is_reported_with_its_line(content, message, tmp_
         load_task(tmp_path / "a.jsonl", tokenizer(), 8)
     with pytest.raises(ConfigError, match=r"need a tokenizer, and that of data\.path is missing"):
         load_tasks([str(tmp_path / "a.jsonl")], None, 8, None)
+
+
+TASK = """
+include: {tasks}/{path}.yaml
+task: {name}
+dataset_path: json
+dataset_name: null
+dataset_kwargs: {{data_files: {{validation: {file}, test: {file}}}}}
+training_split: null
+"""
+OF_HARNESS = {"hella": "hellaswag/hellaswag", "arc": "arc/arc_easy", "words": "lambada/lambada_openai"}
+METRICS = {"accuracy": "acc,none", "accuracy_by_length": "acc_norm,none", "perplexity": "perplexity,none"}
+
+
+def random_rows(num_rows: int) -> dict[str, list[dict]]:
+    """Return rows of each format, in which the files of the hub have the same types."""
+    words, choose = [word for text in TEXTS for word in text.split()], random.Random(1)
+
+    def text(num_words: int) -> str:
+        return " ".join(choose.choices(words, k=choose.randint(1, num_words)))
+
+    rows: dict[str, list[dict]] = {name: [] for name in OF_HARNESS}
+    for _ in range(num_rows):
+        endings = [text(9) for _ in range(4)]
+        rows["hella"].append({**HELLASWAG, "ctx_a": text(30), "endings": endings, "label": str(choose.randrange(4))})
+        choices = {"text": endings[:3], "label": ["A", "B", "C"]}
+        rows["arc"].append({"question": text(9), "choices": choices, "answerKey": choose.choice("ABC")})
+        rows["words"].append({"text": text(40) + " mat"})
+    return rows
+
+
+@pytest.mark.full
+def test_metrics_of_exported_weights_are_those_of_lm_evaluation_harness(tmp_path):
+    """It is installed for this test only: its requirements are many, and the project needs none of them."""
+    venv.create(tmp_path / "venv", with_pip=True)
+    (installed,) = (tmp_path / "venv/lib").glob("python3*/site-packages")
+    (installed / "ours.pth").write_text(sysconfig.get_path("purelib"))  # torch and transformers
+    install = ["-m", "pip", "install", "--quiet", "lm_eval", "accelerate", "peft"]
+    subprocess.run([tmp_path / "venv/bin/python", *install], check=True)
+
+    files = {name: tmp_path / f"{name}.jsonl" for name in OF_HARNESS}
+    for name, rows in random_rows(40).items():
+        files[name].write_text("".join(json.dumps(row) + "\n" for row in rows))
+        tasks = {"tasks": installed / "lm_eval/tasks", "path": OF_HARNESS[name]}
+        (tmp_path / f"{name}.yaml").write_text(TASK.format(**tasks, name=name, file=files[name]))
+    weights = tmp_path / "weights"
+    run_ranks(1, scores_of, LAYOUTS[0], [str(files["hella"])], weights)
+    model = f"pretrained={weights},dtype=float32"
+    arguments = ["--model", "hf", "--model_args", model, "--tasks", ",".join(files), "--device", "cpu"]
+    arguments += ["--include_path", tmp_path, "--batch_size", "4", "--output_path", tmp_path / "results"]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache")}
+    subprocess.run([tmp_path / "venv/bin/lm_eval", *arguments], env=environment, check=True)
+    (file,) = (tmp_path / "results").rglob("results_*.json")
+    theirs = json.loads(file.read_text())["results"]
+
+    shape = {f"model__{name}": getattr(MODEL, name) for name in ("hidden_size", "seq_length", "vocab_size")}
+    own = ["--tasks", *map(str, files.values()), "--weights", str(weights), "--tokenizer", str(weights)]
+    command = [*own, *options(tmp_path / "none", tmp_path / "run", **shape)]
+    (ours, _) = run_ranks(2, evaluate_model, command, init_process_group=False)
+    compared = {f"task/{name}/{metric}" for name in files for metric in METRICS} & set(ours)
+    assert len(compared) == 6
+    for name in compared:
+        _, task, metric = name.split("/")
+        assert ours[name] == pytest.approx(theirs[task][METRICS[metric]], rel=1e-4), name  # perplexities, in fp32
+    assert len({ours[name] for name in compared}) > 3, "the scores are those of a model that prefers something"
