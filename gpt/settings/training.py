@@ -83,6 +83,10 @@ class Fp8Settings:
     def __post_init__(self) -> None:
         check_fields(self)
 
+    def takes(self, name: str, num_blocks: int) -> bool:
+        """Return whether a part of a GPT of so many blocks, such as "blocks.0.mlp.up", is in one that uses FP8."""
+        return name.startswith("blocks.") and self.keep_first <= int(name.split(".")[1]) < num_blocks - self.keep_last
+
 
 @dataclass(frozen=True)
 class TrainSettings:

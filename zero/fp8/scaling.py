@@ -103,8 +103,12 @@ class Scaled(NamedTuple):
 
 
 def scale_of(amax: Tensor, largest: float = LARGEST["e4m3"]) -> Tensor:
-    """Return the scales with which largest magnitudes become the largest code; NaN if a magnitude is not finite."""
-    scales = torch.where(amax == 0, torch.ones_like(amax), amax.clamp(min=SMALLEST_NORMAL) / largest)
+    """Return the scales with which largest magnitudes become the largest code; NaN if a magnitude is not finite.
+
+    They are normal numbers: a kernel may take a subnormal one for zero, and its reciprocal overflows. Values below the
+    smallest normal number times `largest` get smaller codes instead.
+    """
+    scales = torch.where(amax == 0, torch.ones_like(amax), (amax / largest).clamp(min=SMALLEST_NORMAL))
     return torch.where(amax.isfinite(), scales, torch.full_like(scales, math.nan))
 
 

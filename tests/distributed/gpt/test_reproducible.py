@@ -41,6 +41,7 @@ LLAMA = (
 S0, S1, S2, S3 = (f"--zero.stage={stage}" for stage in range(4))
 SMALL, LOCAL, GROUPS = "--zero.bucket_numel=2000", "--zero.accumulate=local", "--parallel.shard_size=2"
 CODES = "--zero.gather_dtype=fp8"
+CONTEXT = "--parallel.context_size=2"
 SEQUENCE = "--parallel.sequence_parallel=true"
 BASE = (
     "--data.path=unread",
@@ -206,6 +207,20 @@ def test_every_training_has_the_same_bits_in_each_layout(training, takes_all):
         assert hash_after(ranks, *options, *layout, *codes) == first, layout
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("training", ["fp8", "fp8 blocks"])
+def test_eight_ranks_that_gather_in_fp8_have_the_bits_of_one(training):
+    options = (
+        *TRAININGS[training],
+        "--train.global_batch_size=24",
+        "--train.eval_samples=24",
+        "--train.reproducible_blocks=8",
+    )
+    first = hash_after(1, *options, S0)
+    for layout in (S3, SMALL, GROUPS), (S1,):
+        assert hash_after(8, *options, *layout, CODES) == first, layout
+
+
 def test_a_run_that_goes_on_with_fewer_ranks_has_the_bits_of_the_undisturbed_one(tmp_path):
     ramp = "--train.ramp_up.start=12", "--train.ramp_up.increment=12", "--train.ramp_up.samples=60"
     options = (*LLAMA, *ramp, "--train.global_batch_size=36", "--train.precision=fp16")
@@ -219,10 +234,19 @@ def test_a_run_that_goes_on_with_fewer_ranks_has_the_bits_of_the_undisturbed_one
     assert hash_of([Trained(figures, *rank[1:]) for rank in of_ranks]) == hash_of(whole)
 
 
-@pytest.mark.parametrize("options", [("--parallel.tensor_size=2", SEQUENCE), ("--parallel.context_size=2",)])
-def test_a_tensor_or_context_axis_of_one_size_keeps_the_bits(options):
-    few, many = (hash_after(ranks, *GPT2, *options, stage) for ranks, stage in ((2, S2), (4, S3)))
-    assert few == many
+@pytest.mark.parametrize(
+    ("options", "layouts"),
+    [
+        (("--parallel.tensor_size=2", SEQUENCE), [(2, (S2,)), (4, (S3,))]),
+        ((CONTEXT,), [(2, (S2,)), (4, (S3, SMALL))]),
+        # Gradients of each part of a sequence are kept, and their sums are added last: a hash of its own.
+        ((CONTEXT, "--train.reproducible_blocks=2"), [(2, (S1, SMALL)), (4, (S0,)), (4, (S3, LOCAL))]),
+        ((CONTEXT, "--train.reproducible_blocks=3"), [(2, (S2, LOCAL, "--offload.mode=host")), (6, (S1,))]),
+    ],
+)
+def test_a_tensor_or_context_axis_of_one_size_keeps_the_bits(options, layouts):
+    first, *others = (hash_after(ranks, *GPT2, *options, *layout) for ranks, layout in layouts)
+    assert others == [first] * len(others)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ from torch import Tensor, nn
 
 from tests.distributed.zero.compiled.backend import Backend
 from tests.scenarios import STAGE_3, STAGES, WIDTH, Block, Blocks, Model, Run, scenario
+from tests.twins import ALL_STAGES
+from zero import ZeroConfig, ZeroDataParallel, ZeroOptimizer
 
 BLOCK_OPERATIONS = 5  # x * scale, up, tanh, down, +
 
@@ -39,6 +41,19 @@ def test_a_model_is_compiled_whole(run: Run) -> None:
     run.train(model, run.optimizer(model), steps=range(3))
     # In stage 3, graphs end at blocks, which have one graph together, and not between the other modules.
     assert backend.num_operations == ([1, BLOCK_OPERATIONS, 2] if run.shards_parameters else [3 * BLOCK_OPERATIONS + 3])
+
+
+def test_models_of_one_process_share_compiled_code():
+    """Torch compiles a function 8 times, and runs it as it is from then on."""
+    backend = Backend()
+    for stage in ALL_STAGES * 3:
+        module = three_blocks()
+        backend.compile_blocks(module)
+        model = ZeroDataParallel(module, None, ZeroConfig(stage))
+        optimizer = ZeroOptimizer(model, torch.optim.SGD)
+        model(torch.ones(3, WIDTH)).sum().backward()
+        optimizer.step()
+    assert backend.num_operations == [BLOCK_OPERATIONS] * 2  # parameters that persist, and transient ones
 
 
 @scenario(STAGES)

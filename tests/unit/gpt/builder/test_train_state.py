@@ -138,11 +138,24 @@ def test_products_in_fp8_are_refused_where_they_would_not_be_used(options: list[
         build(parse_settings([f"--config={BASE}", *options]), Mesh.create(1), torch.device("cpu"))
 
 
-def test_a_layer_without_a_kernel_is_named():
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ([], r"N=24 .*blocks\.0"),
+        # Two ranks share the head of keys and values, and each applies its 2 x 4 rows.
+        (
+            ["hidden_size=32", "num_heads=8", "num_kv_heads=1", "head_dim=4", "seq_length=16"],
+            r"N=8 .*blocks\.0\.attention\.qkv\.kv_weight",
+        ),
+    ],
+)
+def test_a_layer_without_a_kernel_is_named(options: list[str], named: str):
     """A dry run imitates a GPU; 8 features are no multiple of 16."""
-    settings = parse_settings([f"--config={BASE}", "--train.matmul=fp8"])
+    model = [f"--model.{option}" for option in options]
+    tensor = ["--parallel.tensor_size=2"] if options else []
+    settings = parse_settings([f"--config={BASE}", "--train.matmul=fp8", *model, *tensor])
     with (
         imitated_world(0, 2, 2, "nccl") as world,
-        pytest.raises(ConfigError, match=r"recipe=tensorwise.*N=24 .*blocks\.0"),
+        pytest.raises(ConfigError, match=rf"recipe=tensorwise.*{named}"),
     ):
         build(settings, build_mesh(settings, world), world.device)
