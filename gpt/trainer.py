@@ -29,6 +29,7 @@ from gpt.monitor.watch import Watch
 from gpt.replicas import compare_replicas
 from gpt.settings.schedule import batch_plan, learning_rate
 from gpt.settings.settings import Settings
+from gpt.tasks import judge, load_tasks
 from gpt.train_step import evaluate, mean_over, train_step
 from parallel.launch.node_map import find_nodes, node_table
 from parallel.world import World
@@ -54,6 +55,8 @@ class Trainer:
             self._watch.beat,
             self._records.on_save,
         )
+        train = settings.train
+        self._tasks = load_tasks(train.tasks, corpus.tokenizer, settings.model.seq_length, train.task_questions)
         self._nodes = find_nodes(world)
         console.show(node_table(self._nodes, state.mesh))
         places = [f"node {node}, local rank {rank % world.local_size}" for rank, node in enumerate(self._nodes)]
@@ -196,11 +199,21 @@ class Trainer:
         is_sampled = (
             self._corpus.tokenizer and settings.train.sample_tokens and self._is_due(settings.train.sample_every)
         )
-        if is_evaluated or is_sampled or self._progress.step == 1 or self._is_due(settings.train.log_every):
+        is_judged = bool(self._tasks) and self._is_due(settings.train.task_every)
+        if (
+            is_evaluated
+            or is_sampled
+            or is_judged
+            or self._progress.step == 1
+            or self._is_due(settings.train.log_every)
+        ):
             record = self._measure(loss, grad_norm, lr) | sent
             record |= {f"grad_norm/{layer}": norm.item() for layer, norm in norms.items()}
             if is_evaluated:
                 record |= self._evaluate()
+            if is_judged:
+                record |= judge(state.model, self._tasks, state.mesh, settings.train.micro_batch_size, self._watch.beat)
+                self._throughput.restart()
             if is_sampled:
                 record["samples"] = self._sample()
             self._console.log_step(record, settings.train, self._corpus.tokens_per_sample)
