@@ -70,14 +70,12 @@ class SafeReader(FileSystemReader):
     def _read(self, item: ReadItem) -> io.BytesIO | Tensor:
         info = self.storage_data[item.storage_index]
         with (Path(self.path) / info.relative_path).open("rb") as file:
-            file.seek(info.offset)
-            stream: Any = io.BytesIO(file.read(info.length))
-            if info.transform_descriptors:
-                stream = self.transforms.transform_load_stream(item, info.transform_descriptors, stream)
+            part = self._slice_file(file, info)
+            stream: Any = self.transforms.transform_load_stream(item, info.transform_descriptors or (), part)
+            if item.type is LoadItemType.BYTE_IO or not stream.seekable():
                 stream = io.BytesIO(stream.read(-1))
-        if item.type is LoadItemType.BYTE_IO:
-            return stream
-        return torch.load(stream, map_location="cpu", weights_only=True)
+            is_tensor = item.type is LoadItemType.TENSOR
+            return torch.load(stream, map_location="cpu", weights_only=True) if is_tensor else stream
 
 
 def read_items(plan: LoadPlan, planner: LoadPlanner, read: Callable[[ReadItem], io.BytesIO | Tensor]) -> Future[None]:
