@@ -6,6 +6,7 @@ import time
 from collections.abc import Generator, Iterator
 from contextlib import closing, nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -27,8 +28,9 @@ from gpt.monitor.profiling import Profiler, straggler_lines, timer_table
 from gpt.monitor.records import Records
 from gpt.monitor.watch import Watch
 from gpt.replicas import compare_replicas
-from gpt.settings.schedule import batch_plan, learning_rate
+from gpt.settings.schedule import batch_plan, consumed_samples_after, learning_rate
 from gpt.settings.settings import Settings
+from gpt.tasks import judge, load_tasks
 from gpt.train_step import evaluate, mean_over, train_step
 from parallel.launch.node_map import find_nodes, node_table
 from parallel.world import World
@@ -54,6 +56,8 @@ class Trainer:
             self._watch.beat,
             self._records.on_save,
         )
+        train = settings.train
+        self._tasks = load_tasks(train.tasks, corpus.tokenizer, settings.model.seq_length, train.task_questions)
         self._nodes = find_nodes(world)
         console.show(node_table(self._nodes, state.mesh))
         places = [f"node {node}, local rank {rank % world.local_size}" for rank, node in enumerate(self._nodes)]
@@ -82,7 +86,8 @@ class Trainer:
         """Resume, run every step that is left, and report. Raises ConfigError for errors that the user can correct."""
         try:
             # First, because it removes later steps from metrics.jsonl, from which tracking reads the history.
-            self._progress = self._recovery.resume(self._settings.to_yaml())
+            samples_before = partial(consumed_samples_after, self._settings.train.batch)
+            self._progress = self._recovery.resume(self._settings.to_yaml(), samples_before)
             first = self._progress.step
             self._records.warn_if_rate_changed(first)
             with (
@@ -196,11 +201,21 @@ class Trainer:
         is_sampled = (
             self._corpus.tokenizer and settings.train.sample_tokens and self._is_due(settings.train.sample_every)
         )
-        if is_evaluated or is_sampled or self._progress.step == 1 or self._is_due(settings.train.log_every):
+        is_judged = bool(self._tasks) and self._is_due(settings.train.task_every)
+        if (
+            is_evaluated
+            or is_sampled
+            or is_judged
+            or self._progress.step == 1
+            or self._is_due(settings.train.log_every)
+        ):
             record = self._measure(loss, grad_norm, lr) | sent
             record |= {f"grad_norm/{layer}": norm.item() for layer, norm in norms.items()}
             if is_evaluated:
                 record |= self._evaluate()
+            if is_judged:
+                record |= judge(state.model, self._tasks, state.mesh, settings.train.micro_batch_size, self._watch.beat)
+                self._throughput.restart()
             if is_sampled:
                 record["samples"] = self._sample()
             self._console.log_step(record, settings.train, self._corpus.tokens_per_sample)

@@ -1,5 +1,6 @@
 """Settings of the training data."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -8,6 +9,15 @@ from parallel.errors import ConfigError
 from parallel.fields import FilePath, Range, check_fields
 
 Share = Annotated[float, Range(0, 1e9)]
+
+
+def check_names(option: str, names: Sequence[str]) -> None:
+    """Raise ConfigError if two of the names of what an option lists are equal."""
+    if len(set(names)) < len(names):
+        raise ConfigError(
+            f"{option} has {len(names)} entries of {len(set(names))} names, {', '.join(names)}, by which they are "
+            "logged; rename the files"
+        )
 
 
 @dataclass(frozen=True)
@@ -32,11 +42,7 @@ class DataSettings:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if len({Path(prefix).name for prefix in self.validation}) < len(self.validation):
-            raise ConfigError(
-                f"DataSettings.validation={list(self.validation)} has {len(self.validation)} corpora, and their names "
-                "are the last parts of the prefixes; give each another one"
-            )
+        check_names("DataSettings.validation", [Path(prefix).name for prefix in self.validation])
         if self.packing == "best_fit" and not self.mask_documents:
             raise ConfigError(
                 "DataSettings.packing=best_fit needs DataSettings.mask_documents=true, because a packed document does "

@@ -175,6 +175,8 @@ def lose_nodes(
     if num_lost != 1:
         source, every = "checkpoint", SELDOM
         settings["checkpoint.every"] = SELDOM
+        if num_lost == 0:
+            settings["checkpoint.snapshot_every"] = 2  # the older snapshot is newer than the checkpoint, mostly
     elif source == "checkpoint":
         every = settings["checkpoint.every"] = SAVE_EVERY
         settings["checkpoint.snapshot_every"] = 0

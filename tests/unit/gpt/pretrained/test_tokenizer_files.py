@@ -1,11 +1,6 @@
 """Exported weights come with the tokenizer of the training data, which transformers opens without a warning."""
 
 import json
-import os
-import re
-import subprocess
-import sysconfig
-import venv
 from pathlib import Path
 
 import pytest
@@ -129,38 +124,3 @@ def test_weights_that_continue_others_have_their_positions_ids_tokenizer_and_cha
     moved = str(tmp_path / "moved")
     export_checkpoint(tmp_path / "checkpoints", tmp_path / "found", torch.float32, initial_weights=moved)
     assert AutoConfig.from_pretrained(tmp_path / "found").max_position_embeddings == 64
-
-
-TASK = """
-task: own
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {folder}/own.jsonl}}}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{{{question}}}}"
-doc_to_choice: "{{{{choices}}}}"
-doc_to_target: answer
-metric_list: [{{metric: acc}}]
-"""
-
-
-@pytest.mark.full
-def test_lm_evaluation_harness_scores_exported_weights(tmp_path: Path):
-    """It is installed for this test only: its requirements are many, and the project needs none of them."""
-    venv.create(tmp_path / "venv", with_pip=True)
-    (installed,) = (tmp_path / "venv/lib").glob("python3*/site-packages")
-    (installed / "ours.pth").write_text(sysconfig.get_path("purelib"))  # torch and transformers
-    install = ["-m", "pip", "install", "--quiet", "lm_eval", "accelerate", "peft"]
-    subprocess.run([tmp_path / "venv/bin/python", *install], check=True)
-
-    tokenizer = train_tokenizer(TEXTS, 280)
-    files = tokenizer_of_data(write_corpus(tmp_path / "corpus", tokenizer))
-    write_zeros(tmp_path / "out", config_for(tokenizer), files)
-    (tmp_path / "own.yaml").write_text(TASK.format(folder=tmp_path))
-    question = {"question": "the cat", "choices": [" sat", " mat"], "answer": 0}
-    (tmp_path / "own.jsonl").write_text(f"{json.dumps(question)}\n" * 4)
-    arguments = ["--model", "hf", "--model_args", f"pretrained={tmp_path / 'out'}", "--tasks", "own", "--device", "cpu"]
-    command = [tmp_path / "venv/bin/lm_eval", *arguments, "--include_path", tmp_path, "--batch_size", "2"]
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache")}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert re.search(r"\|own +\|Yaml +\|none +\| +0\|acc +\|↑ +\| +[01]\|", result.stdout), result.stderr
