@@ -65,7 +65,7 @@ class DistributedState:
             flat.reshard()
             for bucket in flat.buckets:
                 bucket.params.owned.copy_(bucket.master)
-                bucket.params.all_gather_updated().wait()
+            flat.publish_loaded()
         self._model.measure_weights()
         if self._optimizer is not None:
             _repeat_counters(self._optimizer)

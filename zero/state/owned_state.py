@@ -79,7 +79,7 @@ def load_owned_state(
                 _load_optimizer_state(optimizer, flat, bucket, saved, tensor)
             _load_weights(flat, bucket, saved, tensor)
             bucket.params.owned.copy_(bucket.master)  # returns early if both are the same memory
-            bucket.params.all_gather_updated().wait()
+        flat.publish_loaded()
     model.measure_weights()
     if optimizer is not None:
         saved.load_by_name(optimizer.matrices.states())
