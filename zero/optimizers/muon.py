@@ -1,14 +1,17 @@
 """Muon: momentum whose matrices are made orthogonal by a Newton-Schulz iteration (Jordan et al., 2024)."""
 
 import math
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
+from zero.optimizers.matrix_method import View
 from zero.optimizers.matrix_optimizer import MatrixOptimizer
 from zero.partition.config import DTYPES
 
+Coefficients = tuple[float, float, float]
 Adjustment = Literal["original", "match_rms_adamw"]
 ITERATION_DTYPES = {"bf16": DTYPES["bf16"], "fp32": DTYPES["fp32"], "fp64": torch.float64}
 
@@ -44,19 +47,23 @@ class Muon(MatrixOptimizer):
         if not self.state[param]:
             self.state[param]["momentum_buffer"] = torch.zeros_like(param)
 
-    def direction(self, param: nn.Parameter, grad: Tensor, group: dict[str, Any]) -> Tensor:
-        """Update the momentum of a stretch, and return the direction that is made orthogonal."""
-        momentum, buffer = group["momentum"], self.state[param]["momentum_buffer"]
-        if (is_kept := self.is_kept(buffer)) is None:
-            buffer.lerp_(grad, 1 - momentum)
-        else:
-            grad.masked_fill_(is_kept == 0, 0.0)  # times a weight of zero, inf would be NaN
-            buffer.lerp_(grad, is_kept * (1 - momentum))
-        return grad.lerp(buffer, momentum) if group["nesterov"] else buffer
+    def accumulate(self, param: nn.Parameter, grad: Tensor, group: dict[str, Any]) -> None:
+        """Update the momentum."""
+        self.clear_if_skipped(grad)
+        self.state[param]["momentum_buffer"].lerp_(grad, self.if_kept(1 - group["momentum"], grad.dtype))
 
-    def transform(self, matrix: Tensor, group: dict[str, Any], state: dict[str, Tensor]) -> Tensor:
-        """Return the nearly orthogonal matrix."""
-        return orthogonalized(matrix, group["ns_coefficients"], group["ns_steps"], group["ns_eps"])
+    def direction(self, param: nn.Parameter, grad: Tensor, group: dict[str, Any], view: View, out: Tensor) -> None:
+        """Write the direction that is made orthogonal."""
+        buffer = view(self.state[param]["momentum_buffer"])
+        if group["nesterov"]:
+            torch.lerp(view(grad), buffer, group["momentum"], out=out)  # rounded to the type of `out` once
+        else:
+            out.copy_(buffer)
+
+    def transform(self, matrices: Tensor, group: dict[str, Any], states: Sequence[dict[str, Tensor]]) -> None:
+        """Make the matrices nearly orthogonal."""
+        coefficients, eps = [group["ns_coefficients"]] * group["ns_steps"], group["ns_eps"]
+        orthogonalize_(matrices, coefficients, eps, self.if_kept(1.0, matrices.dtype))
 
     def rate(self, group: dict[str, Any], shape: tuple[int, int] | None) -> float:
         """Return the learning rate, which is adjusted to the shape of a matrix."""
@@ -70,20 +77,22 @@ class Muon(MatrixOptimizer):
         return 2 * m * m * n + m**3
 
 
-def orthogonalized(matrix: Tensor, coefficients: tuple[float, float, float], num_steps: int, eps: float) -> Tensor:
-    """Return a matrix of the same singular vectors, with singular values near 1.
+def orthogonalize_(
+    matrices: Tensor, coefficients: Sequence[Coefficients], eps: float, is_kept: Tensor | float = 1.0
+) -> None:
+    """Overwrite matrices (number, rows, columns) by ones of the same singular vectors, with singular values near 1.
 
-    The iteration (quintic, of the odd polynomial with `coefficients`) runs in the matrix's type, with the operations of
-    `torch.optim.Muon` in the same order.
+    The iteration (quintic, a step for each odd polynomial of `coefficients`) runs in the matrices' type, with the
+    operations of `torch.optim.Muon` in the same order. The result is 0 if `is_kept` is.
     """
-    a, b, c = coefficients
-    is_tall = matrix.size(0) > matrix.size(1)
-    x = matrix.T if is_tall else matrix
-    x = x / x.norm().clamp(min=eps)
-    for _ in range(num_steps):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if is_tall else x
+    is_tall = matrices.size(1) > matrices.size(2)
+    out = matrices.mT if is_tall else matrices
+    norms = torch.linalg.vector_norm(out, dim=(1, 2), keepdim=True).clamp(min=eps)
+    x = out / (norms / is_kept)
+    for a, b, c in coefficients:
+        gram = torch.bmm(x, x.mT)
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    out.copy_(x)
 
 
 def adjustment(name: Adjustment | None, shape: tuple[int, int]) -> float:
