@@ -12,6 +12,7 @@ one on a plain parameter does.
 import copy
 import warnings
 from collections.abc import Callable, Iterable
+from functools import cache
 from types import new_class
 from typing import Any, Protocol
 
@@ -95,7 +96,6 @@ class ParameterGuard:
         self._structure: Callable[[], list[int]] | None = None
         self._parts: list[int] = []  # what the structure was in the last step
         self._warned: set[nn.Parameter] = set()  # added parameters
-        self._classes: dict[tuple[type, type], type] = {}
 
     @property
     def holds_gradients(self) -> bool:
@@ -114,6 +114,7 @@ class ParameterGuard:
         """Give a parameter its own class back."""
         if isinstance(param, GuardedParameter):
             param.__class__ = self._original[param]  # type: ignore[assignment]
+            del param.zero_guard
 
     def check(self, module: nn.Module, params: Iterable[nn.Parameter]) -> None:
         """Raise ValueError if parameters have been unfrozen, or some of `params` frozen, since `module` was wrapped.
@@ -146,20 +147,26 @@ class ParameterGuard:
         original = self._original[param]
         # A tensor subclass that only passes for a parameter, such as a fake tensor, depends on its class.
         if issubclass(original, nn.Parameter):
-            if (original, guarded) not in self._classes:
-                members = {"zero_guard": self, "zero_original": original}
-                if guarded is WatchedParameter:  # a function that torch.compile does not trace
-                    members["__torch_function__"] = classmethod(torch.compiler.disable(run_reported))
-                self._classes[original, guarded] = new_class(
-                    original.__name__, (guarded, original), exec_body=lambda namespace: namespace.update(members)
-                )
-            param.__class__ = self._classes[original, guarded]
+            param.__class__ = guarded_class(original, guarded)
+            param.zero_guard = self  # type: ignore[attr-defined]
+
+
+@cache
+def guarded_class(original: type[nn.Parameter], guarded: type[nn.Parameter]) -> type[nn.Parameter]:
+    """Return the class, derived from both, of parameters of any engine: torch.compile compiles again for another class.
+
+    It gives a function up after a few times, of which several engines in a process would each be one.
+    """
+    members: dict[str, Any] = {"zero_original": original}
+    if issubclass(guarded, WatchedParameter):  # a function that torch.compile does not trace
+        members["__torch_function__"] = classmethod(torch.compiler.disable(run_reported))
+    return new_class(original.__name__, (guarded, original), exec_body=lambda namespace: namespace.update(members))
 
 
 class GuardedParameter(nn.Parameter):
     """A parameter of a wrapped module. Its copies are parameters of the original class."""
 
-    zero_guard: ParameterGuard
+    zero_guard: ParameterGuard  # of this parameter
     zero_original: type[nn.Parameter]
 
     @property
@@ -219,8 +226,12 @@ class GuardedParameter(nn.Parameter):
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
             memo[id(self)] = self.zero_original(_DATA.__get__(self).clone(), self.requires_grad)
-            memo[id(self)].__dict__.update(copy.deepcopy(self.__dict__, memo))
+            memo[id(self)].__dict__.update(copy.deepcopy(self.__getstate__() or {}, memo))
         return memo[id(self)]
+
+    def __getstate__(self) -> dict[str, Any] | None:
+        """Return the user's attributes, which copies and files have too; None if there are none."""
+        return {name: value for name, value in self.__dict__.items() if name != "zero_guard"} or None
 
     def _use_count(self) -> int:
         """Refuse `torch.utils.swap_tensors`, which calls this: another object would have the parameter's gradients."""
