@@ -65,7 +65,6 @@ class Round:
         """Wait for the message, compute the matrices of this rank, and launch the return of their updates."""
         self._work.wait()
         exchange, received = self.exchange, self._received
-        del self._received
         with allocating(TensorKind.BUFFERS):
             parts = exchange.gather_parts(received)
             wholes = exchange.by_tensor.receive_buffer(parts)
@@ -80,6 +79,7 @@ class Round:
     def receive(self) -> None:
         """Wait for the updates, which replicas then give to each other, and copy those of the host to it."""
         self._work.wait()
+        del self._received  # not before: the message reads it
         self.exchange.gather(self.on_accelerator).wait()
         for on_host, on_accelerator in self._copied():
             self._offload.to_host(on_accelerator, out=on_host).wait()

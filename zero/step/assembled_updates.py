@@ -14,7 +14,7 @@ from zero.memory.placement import Offload
 from zero.step.atoms import atom_of
 from zero.step.pieces import OwnedPieces, Piece
 
-Axes = tuple[Axis, Axis, Axis]  # (shard, replica, tensor), over which work is divided
+Axes = tuple[Axis, Axis, Axis]  # (shard, replica, tensor)
 
 
 class AssembledUpdates:
