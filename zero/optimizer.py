@@ -101,9 +101,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         # Never empty: torch's code for checkpoints steps an optimizer that has no state.
         self.state.update({param: OwnedState(of_param, self.inner) for param, of_param in pieces.by_param.items()})
         axes = model.shard_axis, self.tensor
-        self.matrices = assembled_updates(self.inner, model.module, pieces, axes, model.offload)
+        divided = model.shard_axis, model.replica_axis, self.tensor
         split = {model.module.get_parameter(name) for name in split_dims(model.module)}
         scale, in_blocks = self.loss_scale.scale, model.config.policy.adds_leaves
+        self.matrices = assembled_updates(
+            self.inner, model.module, pieces, divided, model.offload, one_by_one=in_blocks
+        )
         self.grad_norm = GradNorm(pieces.owned, pieces.params, axes, split, scale, in_blocks=in_blocks)
         self._sums = self._deferred_sums()
         self._groups = BucketGroups(self.buckets, self.matrices.buckets, model.offload)
@@ -341,10 +344,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 gathers.launch(bucket)
         self._bucketed.set_flag(skip)
         self.matrices.compute()
-        for buckets in self._groups_in_order(scales, with_matrices=True):
-            for bucket in buckets:
-                self.matrices.apply(bucket)
-                gathers.launch(bucket)
+        for is_last in self.matrices.returned():
+            for buckets in self._groups_in_order(scales, with_matrices=True):
+                for bucket in buckets:
+                    self.matrices.apply(bucket)
+                    if is_last:
+                        gathers.launch(bucket)
         self.matrices.end()
         self._bucketed.end_round()
 
