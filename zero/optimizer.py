@@ -39,6 +39,7 @@ from zero.step.grad_norm import GradNorm
 from zero.step.loss_scale import LossScale, SkippedSteps
 from zero.step.pieces import OwnedPieces, OwnedState, Piece, as_groups, check_class
 from zero.step.probe import probe_atoms
+from zero.step.unused import UnusedParameters
 
 Scales = dict[Placement, tuple[Tensor, ...]]  # (clip coefficient, flag of a skipped step) in each memory
 
@@ -64,6 +65,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
     `max_skipped_in_a_row` of them, and unless the loss scale is dynamic, or `warn_skipped` is false, the first one in a
     row warns. Multiply the loss by `loss_scale.scale` before backward. Raises ConfigError if the optimizer does
     not update pieces of parameters as its atom says (zero/step/atoms.py): by default, element by element.
+
+    With `skip_unused`, parameters of which no rank got a gradient in a step are not updated, as in torch, and the host
+    waits for a message. Without it their gradient is zero, and the first step with such a parameter warns.
     """
 
     def __init__(
@@ -77,6 +81,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         loss_scale: LossScale | None = None,
         max_skipped_in_a_row: int | None = 50,
         warn_skipped: bool = True,
+        skip_unused: bool = False,
         **settings: Any,
     ):
         check_type("`model` of ZeroOptimizer", model, ZeroDataParallel, "wrap the module, and give what that returns")
@@ -102,18 +107,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.state.update({param: OwnedState(of_param, self.inner) for param, of_param in pieces.by_param.items()})
         axes = model.shard_axis, self.tensor
         self.matrices = assembled_updates(self.inner, model.module, pieces, axes, model.offload)
+        self._unused = UnusedParameters(pieces.by_param, model.module, self.matrices, skips=skip_unused)
         split = {model.module.get_parameter(name) for name in split_dims(model.module)}
         scale, in_blocks = self.loss_scale.scale, model.config.policy.adds_leaves
         self.grad_norm = GradNorm(pieces.owned, pieces.params, axes, split, scale, in_blocks=in_blocks)
         self._sums = self._deferred_sums()
         self._groups = BucketGroups(self.buckets, self.matrices.buckets, model.offload)
         self._written = WrittenParameters(flats, model.offload)
-        this = weakref.proxy(self)  # a reference from `inner` would keep this optimizer alive
-        self.inner.zero_grad = lambda set_to_none=True: this.zero_grad(set_to_none)  # type: ignore[method-assign]
-        self.inner.add_param_group = lambda param_group: this.add_param_group(param_group)  # type: ignore[method-assign]
-        for name in ("eval", "train"):  # of a schedule-free optimizer, which trains and evaluates with other values
-            if callable(method := getattr(self.inner, name, None)):
-                setattr(self.inner, name, partial(ZeroOptimizer._set_mode, this, weakref.WeakMethod(method), name))
+        self._take_calls_of_inner()
         self._check_others()
         model.reducer.users.add(self, pieces.params)
 
@@ -171,6 +172,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         axes = model.shard_axis, model.replica_axis, self.tensor
         model.before_step(self._pieces.params)
         model.reducer.complete()
+        self._unused.find(model.reducer.used, (model.data, self.tensor), model.offload.device)
         model.planner.before_update(axes)
         self._groups.let_host_use()  # gradients that were copied to it
         for sums, parts in self._sums:
@@ -262,6 +264,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._bucketed.move(self.pieces_of(bucket), bucket.master, new)
         bucket.grads.place(placement)
         self._groups.regroup()
+
+    def _take_calls_of_inner(self) -> None:
+        """Let calls of `inner` that concern gradients or parameters reach this optimizer."""
+        this = weakref.proxy(self)  # a reference from `inner` would keep this optimizer alive
+        self.inner.zero_grad = lambda set_to_none=True: this.zero_grad(set_to_none)  # type: ignore[method-assign]
+        self.inner.add_param_group = lambda param_group: this.add_param_group(param_group)  # type: ignore[method-assign]
+        for name in ("eval", "train"):  # of a schedule-free optimizer, which trains and evaluates with other values
+            if callable(method := getattr(self.inner, name, None)):
+                setattr(self.inner, name, partial(ZeroOptimizer._set_mode, this, weakref.WeakMethod(method), name))
 
     def _deferred_sums(self) -> list[tuple[GradientSums, list[tuple[Bucket, range]]]]:
         """Switch off the hooks of gradient sums; return each of these with this rank's parts of its parameters."""
@@ -372,7 +383,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if scaled:
             foreach_mul_(scaled, scales[placement][0])
         with allocating(TensorKind.MOMENTS, on_host=placement is Placement.HOST):  # in the optimizer's first step
-            elements = [self.matrices.other_pieces[bucket] for bucket in buckets]
+            elements = [self._unused.without(self.matrices.other_pieces[bucket]) for bucket in buckets]
             self._bucketed.step(list(zip(elements, grads, strict=True)))
         for bucket, grad in zip(buckets, grads, strict=True):
             self.matrices.prepare(bucket, grad)
