@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -117,6 +118,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._take_calls_of_inner()
         self._check_others()
         model.reducer.users.add(self, pieces.params)
+
+    @classmethod
+    def like(cls, model: ZeroDataParallel, plain: torch.optim.Optimizer, **settings: Any) -> "ZeroOptimizer":
+        """Return an optimizer with the class, groups and settings of a plain one of the same parameters.
+
+        The plain one has not taken a step: its states are left behind.
+        """
+        known = signature(type(plain)).parameters
+        defaults = {name: value for name, value in plain.defaults.items() if name in known}
+        return cls(model, type(plain), plain.param_groups, **defaults | settings)
 
     @property
     def inner(self) -> torch.optim.Optimizer:
