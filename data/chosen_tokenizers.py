@@ -1,5 +1,6 @@
 """The tokenizers that a preparation may choose: loaded by name or path, trained, or of single characters."""
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -7,30 +8,75 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from data.errors import DataError
-from data.tokenizer import Tokenizer, read_backend
+from data.sidecar import Sidecar
+from data.tokenizer import Tokenizer, read_backend, tokenizer_path
 
 TRAINED_EOD = "<|endoftext|>"
 KNOWN_EOD_TOKENS = (TRAINED_EOD, "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>")
+NO_TOKEN = "none"  # as --bos_token
 NUM_BYTES = 256
 MAX_TRAINED_VOCAB_SIZE = 2**24  # the library reserves memory for all entries at once
 MAX_TRAINED_WORD_BYTES = 512
 
 
-def named_tokenizer(name: str, eod_token: str | None = None) -> Tokenizer:
-    """Load a tokenizer from a tokenizer.json file, a directory, or the hub.
+def named_tokenizer(name: str, eod_token: str | None = None, bos_token: str | None = None) -> Tokenizer:
+    """Load a tokenizer from a tokenizer.json file, a directory, the PREFIX of a prepared corpus, or the hub.
 
-    `eod_token` ends documents; without it, the first of KNOWN_EOD_TOKENS that the tokenizer has. Raises DataError if
-    the tokenizer has none of them.
+    `eod_token` ends documents; without it, the token of the corpus, the first of KNOWN_EOD_TOKENS that the tokenizer
+    has, or the `eos_token` of its directory. `bos_token` begins them; without it, the token of the corpus, or the one
+    that the tokenizer puts before a text; NO_TOKEN is none. Raises DataError if the tokenizer has no such token.
     """
-    path = Path(name)
-    if (path / "tokenizer.json").is_file():
-        path = path / "tokenizer.json"
-    backend = read_backend(path) if path.is_file() else _from_transformers(name)
-    candidates = [eod_token] if eod_token else KNOWN_EOD_TOKENS
-    for token in candidates:
-        if (eod := backend.token_to_id(token)) is not None:
-            return Tokenizer(backend, eod)
-    raise DataError(f"tokenizer {name} has none of the tokens {', '.join(candidates)}; name its own with --eod_token")
+    folder, corpus, configuration = Path(name), None, {}
+    if (path := folder / "tokenizer.json").is_file():
+        backend, configuration = read_backend(path), _configuration_of(folder)
+    elif folder.is_file():
+        backend = read_backend(folder)
+    elif (path := tokenizer_path(name)).is_file():
+        backend, corpus = read_backend(path), Sidecar.load(name) if Sidecar.path(name).is_file() else None
+    else:
+        backend = _from_transformers(name)
+    candidates = [eod_token] if eod_token else [*KNOWN_EOD_TOKENS, *_names(configuration, "eos_token")]
+    known = [id for token in candidates if (id := backend.token_to_id(token)) is not None]
+    if corpus and not eod_token:
+        known = [corpus.eod]
+    if not known:
+        raise DataError(
+            f"tokenizer {name} has none of the tokens {', '.join(candidates)}; name its own with --eod_token"
+        )
+    if bos_token is None:
+        bos = corpus.bos if corpus else _first_token(backend, configuration)
+    elif (bos := backend.token_to_id(bos_token)) is None and bos_token != NO_TOKEN:
+        raise DataError(f"tokenizer {name} has no token {bos_token}; name one as --bos_token, or {NO_TOKEN}")
+    return Tokenizer(backend, known[0], bos)
+
+
+def _configuration_of(folder: Path) -> dict[str, object]:
+    """Return the content of tokenizer_config.json in a folder; nothing if there is no such file."""
+    path = folder / "tokenizer_config.json"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"cannot read {path}: {error}; correct it or give tokenizer.json itself") from None
+    return content if isinstance(content, dict) else {}
+
+
+def _names(configuration: dict[str, object], key: str) -> list[str]:
+    """Return the special token under a key of tokenizer_config.json, which is a text, or has one as its content."""
+    token = configuration.get(key)
+    token = token.get("content") if isinstance(token, dict) else token
+    return [token] if isinstance(token, str) else []
+
+
+def _first_token(backend: tokenizers.Tokenizer, configuration: dict[str, object]) -> int | None:
+    """Return the id that the tokenizer puts before a text, by itself or by its configuration; None if there is none."""
+    if configuration.get("add_bos_token") is True and (names := _names(configuration, "bos_token")):
+        return backend.token_to_id(names[0])
+    backend.no_padding()
+    try:
+        ids, of_text = (backend.encode("a", add_special_tokens=is_added).ids for is_added in (True, False))
+    except Exception:  # it is one of characters, and lacks this one
+        return None
+    return ids[0] if len(ids) > len(of_text) and ids[:1] != of_text[:1] else None
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain
 from multiprocessing import get_context
@@ -26,16 +26,24 @@ from data.tokenizer import Tokenizer
 
 BATCH_BYTES = 512 << 10
 DOCUMENT_OVERHEAD_BYTES = 64  # added to each document's size, so that a batch of empty documents ends too
+MAX_REJECTED_CHARACTERS = 10_000  # of a rejected document that are kept
 BATCHES_AHEAD = 4  # for each worker, so that all others are busy while one encodes a large document
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """The tokens of a batch of documents, each with an end-of-document token. Empty documents are left out."""
+    """The tokens of a batch of documents, each with the tokens that begin and end one. Empty documents are left out."""
 
     tokens: np.ndarray  # of all documents, joined
     lengths: np.ndarray  # in tokens, of each document
     weight: float  # of the batch, for the progress bar: the sum of `Document.weight`
+    num_empty: int = 0
+    rejected: list[dict[str, str]] = field(default_factory=list)  # place, reason and text of what is wrong
+
+    @property
+    def num_read(self) -> int:
+        """The number of documents of the batch, those that are left out included."""
+        return len(self.lengths) + self.num_empty + len(self.rejected)
 
 
 @dataclass(frozen=True)
@@ -45,21 +53,39 @@ class Encoder:
     tokenizer_file: str
     eod: int
     text_key: str
+    bos: int | None = None
+    skips_errors: bool = False
 
     def __call__(self, documents: list[Document]) -> Encoded:
-        tokenizer = _tokenizer_of_this_process(self.tokenizer_file, self.eod)
-        texts = [text_of(document, self.text_key) for document in documents]
-        encodings = [[*ids, self.eod] for ids in tokenizer.encode_batch(texts) if ids]
+        tokenizer = _tokenizer_of_this_process(self.tokenizer_file, self.eod, self.bos)
+        texts, rejected = [], []
+        for document in documents:
+            try:
+                texts.append(text_of(document, self.text_key))
+            except DataError as error:
+                if not self.skips_errors:
+                    raise
+                rejected.append(_rejected(document, error))
+        encodings = [[*tokenizer.beginning, *ids, self.eod] for ids in tokenizer.encode_batch(texts) if ids]
         return Encoded(
             tokens=np.fromiter(chain.from_iterable(encodings), dtype=token_dtype(tokenizer.vocab_size)),
             lengths=np.array([len(ids) for ids in encodings], dtype=np.int32),
             weight=sum(document.weight for document in documents),
+            num_empty=len(texts) - len(encodings),
+            rejected=rejected,
         )
 
 
+def _rejected(document: Document, error: DataError) -> dict[str, str]:
+    content = document.content
+    text = content.decode(errors="backslashreplace") if isinstance(content, bytes) else str(content or "")
+    text = text.encode(errors="backslashreplace").decode()  # a text of a dataset may hold half a surrogate pair
+    return {"place": document.place, "reason": str(error), "text": text[:MAX_REJECTED_CHARACTERS]}
+
+
 @lru_cache(maxsize=1)
-def _tokenizer_of_this_process(path: str, eod: int) -> Tokenizer:
-    return Tokenizer.from_file(path, eod)
+def _tokenizer_of_this_process(path: str, eod: int, bos: int | None) -> Tokenizer:
+    return Tokenizer.from_file(path, eod, bos)
 
 
 def encode_in_order(encoder: Encoder, documents: Iterable[Document], num_workers: int) -> Iterator[Encoded]:
@@ -85,7 +111,8 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
     batch_bytes = 0
     for document in documents:
         batch.append(document)
-        batch_bytes += len(document.content or "") + DOCUMENT_OVERHEAD_BYTES
+        batch_bytes += len(content) if isinstance(content := document.content, (bytes, str)) else 0
+        batch_bytes += DOCUMENT_OVERHEAD_BYTES
         if batch_bytes >= BATCH_BYTES:
             yield batch
             batch, batch_bytes = [], 0

@@ -23,6 +23,7 @@ class Sidecar:
     """Facts of a prepared corpus.
 
     `tokenizer` is the value of --tokenizer, or "trained". The tokenizer itself is stored in PREFIX.tokenizer.json.
+    `eod` and `bos` are the ids that end and begin a document, `empty` and `rejected` the documents that were left out.
     `checksums` are CRC-32s of files by their suffixes; a corpus prepared by an older version has none.
     """
 
@@ -32,6 +33,9 @@ class Sidecar:
     documents: int
     tokens: int
     source: list[str]
+    bos: int | None = None
+    empty: int = 0
+    rejected: int = 0
     checksums: dict[str, int] = field(default_factory=dict)
 
     @staticmethod
@@ -105,10 +109,13 @@ KINDS: dict[str, tuple[Callable[[object], bool], str]] = {
     "documents": (_is_count, "a number"),
     "tokens": (_is_count, "a number"),
     "source": (_is_list_of_texts, "a list of texts"),
+    "bos": (lambda value: value is None or _is_count(value), "a number or null"),
+    "empty": (_is_count, "a number"),
+    "rejected": (_is_count, "a number"),
     "checksums": (_is_checksums, "an object of numbers"),
     OWN_CHECKSUM: (_is_count, "a number"),
 }
-OPTIONAL = {"checksums", OWN_CHECKSUM}
+OPTIONAL = {"bos", "empty", "rejected", "checksums", OWN_CHECKSUM}
 
 
 def _problem(facts: object) -> str | None:
@@ -121,8 +128,9 @@ def _problem(facts: object) -> str | None:
         is_right, kind = KINDS[name]
         if not is_right(value):
             return f"{name} is {str(value)[:40]!r}, not {kind}"
-    if facts["eod"] >= facts["vocab_size"]:
-        return f"eod={facts['eod']} is not below vocab_size={facts['vocab_size']}"
+    for name in ("eod", "bos"):
+        if (facts.get(name) or 0) >= facts["vocab_size"]:
+            return f"{name}={facts[name]} is not below vocab_size={facts['vocab_size']}"
     others = {name: value for name, value in facts.items() if name != OWN_CHECKSUM}
     if facts.get(OWN_CHECKSUM, _checksum_of(others)) != _checksum_of(others):
         return f"it was changed since it was written (remove its key {OWN_CHECKSUM} if that was meant)"

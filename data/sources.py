@@ -40,7 +40,7 @@ class Document(NamedTuple):
 
     origin: str  # the file or dataset
     number: int  # of its line or row, from 1; 0 if the document is a whole file
-    content: bytes | str | None
+    content: bytes | str | DataError | None  # the error if the document alone cannot be read
     weight: float  # its part of `Shard.weight`
 
     @property
@@ -55,13 +55,15 @@ class Shard:
 
     weight: int | None
     documents: Callable[[], Iterator[Document]]
+    modified: int = 0  # when the file was, in nanoseconds
 
 
 @dataclass(frozen=True)
 class Source:
     """A description of the text to read. Each name is "stdlib", a file, a glob, a directory, or a dataset of the hub.
 
-    `config` and `split` select within a dataset, which is streamed. `text_key` is the JSON key or the column.
+    `config` and `split` select within a dataset, which is streamed. `text_key` is the JSON key or the column. With
+    `skips_errors`, documents that are wrong are left out.
     """
 
     names: list[str]
@@ -69,6 +71,7 @@ class Source:
     config: str | None = None
     split: str = "train"
     max_documents: int | None = None
+    skips_errors: bool = False
 
     @cached_property
     def shards(self) -> list[Shard]:
@@ -95,7 +98,12 @@ class Source:
             if taken >= allowed:
                 continue
             for document in shard.documents():
-                text = text_of(document, self.text_key)
+                try:
+                    text = text_of(document, self.text_key)
+                except DataError:
+                    if not self.skips_errors:
+                        raise
+                    continue
                 taken += len(text.encode("utf-8"))
                 yield text
                 if taken >= allowed:
@@ -116,12 +124,15 @@ class Source:
         read = _read_json_lines if path.endswith(JSON_SUFFIXES) else _read_text_file
         if path.endswith(PARQUET_SUFFIXES):
             read = partial(_read_parquet, text_key=self.text_key)
-        return Shard(os.path.getsize(path), partial(read, path))
+        status = os.stat(path)
+        return Shard(status.st_size, partial(read, path), status.st_mtime_ns)
 
 
 def text_of(document: Document, text_key: str) -> str:
     """Return the decoded text; "" if the row or line has null. Raises DataError, which names the file and the line."""
     content = document.content
+    if isinstance(content, DataError):
+        raise content
     try:
         if isinstance(content, bytes):
             content = content.decode("utf-8")
@@ -183,12 +194,15 @@ def _files_of(name: str) -> list[str]:
 
 
 def _read_text_file(path: str) -> Iterator[Document]:
+    content: bytes | DataError
     try:
-        _check_size(path, os.path.getsize(path))
+        _check_size(path, size_bytes := os.path.getsize(path))
         content = Path(path).read_bytes()
     except OSError as error:
         raise DataError(f"cannot read {path}: {error}; correct it or leave it out") from None
-    yield Document(path, 0, content, len(content))
+    except DataError as error:
+        content = error
+    yield Document(path, 0, content, size_bytes)
 
 
 def _read_json_lines(path: str) -> Iterator[Document]:
@@ -197,8 +211,7 @@ def _read_json_lines(path: str) -> Iterator[Document]:
         with open(path, "rb") as file, gzip.open(file) if path.endswith(".gz") else file as lines:
             for number, line in enumerate(lines, 1):
                 weight, position = file.tell() - position, file.tell()
-                if not line.isspace():
-                    yield Document(path, number, line, weight)
+                yield Document(path, number, None if line.isspace() else line, weight)
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"cannot read {path}: {error}; correct it or leave it out") from None
 
@@ -257,9 +270,11 @@ def _read_rows(name: str, rows: Any, text_key: str) -> Iterator[Document]:
         rows = rows.select_columns([text_key])
     try:
         for number, row in enumerate(rows, 1):
-            yield Document(name, number, _text_in(row, f"{name}:{number}", text_key), 1)
-    except DataError:
-        raise
+            try:
+                text: str | DataError | None = _text_in(row, f"{name}:{number}", text_key)
+            except DataError as error:
+                text = error
+            yield Document(name, number, text, 1)
     except Exception as error:  # as in _dataset_shard
         raise DataError(
             f"cannot read the dataset {name}: {_first_line(error)}; check the data and the network"

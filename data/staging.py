@@ -1,11 +1,16 @@
-"""The output of a preparation: written by one process at a time, into a hidden folder, and renamed when complete."""
+"""The output of a preparation: written by one process at a time, into a hidden folder, and renamed when complete.
 
+The folder of a preparation that was interrupted is kept if its progress was saved, and the next one goes on there.
+"""
+
+import json
 import os
 import shutil
 import zlib
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
 
@@ -14,7 +19,9 @@ from filelock import FileLock, Timeout
 
 from data.errors import LOCKS_ARE_MISSING, DataError
 from data.indexed import DTYPE_OF_CODE, HEADER, MAGIC, VERSION, bin_path, idx_path
+from data.sidecar import CHUNK_BYTES
 
+PROGRESS = "progress.json"  # in the hidden folder
 MAX_U16_VOCAB_SIZE = 65500  # the bound that Megatron uses, so that both choose the same type
 
 
@@ -48,27 +55,71 @@ def reserved(output: Path) -> Iterator[None]:
         lock.release()
 
 
+@dataclass(frozen=True)
+class Progress:
+    """How far the preparation `plan` has come: `read` documents, of which `empty` and `rejected` were left out.
+
+    `weight` is theirs, `bin_bytes` and `rejected_bytes` are the sizes of the files.
+    """
+
+    plan: str
+    read: int = 0
+    empty: int = 0
+    rejected: int = 0
+    weight: float = 0.0
+    bin_bytes: int = 0
+    rejected_bytes: int = 0
+
+    @property
+    def written(self) -> int:
+        """The number of documents that were written."""
+        return self.read - self.empty - self.rejected
+
+    @classmethod
+    def load(cls, folder: Path, plan: str) -> Self:
+        """Return the progress that was saved in a folder; none if there is none, or it is that of another plan."""
+        try:
+            saved = cls(**json.loads((folder / PROGRESS).read_text()))
+        except (OSError, ValueError, TypeError):
+            return cls(plan)
+        return saved if saved.plan == plan else cls(plan)
+
+    def save(self, folder: Path) -> None:
+        """Save it. The files whose sizes it has must be on the disk."""
+        unfinished = folder / f"{PROGRESS}.unfinished"
+        unfinished.write_text(json.dumps(asdict(self)))
+        os.replace(unfinished, folder / PROGRESS)
+
+
 @contextmanager
-def staging_folder(output: Path) -> Iterator[Path]:
-    """Make the hidden folder of a prefix, and remove it at the end, as well as one that a killed process has left."""
+def staging_folder(output: Path, plan: str) -> Iterator[tuple[Path, Progress]]:
+    """Make the hidden folder of a prefix, or take one with saved progress of the same plan; yield it and its progress.
+
+    At the end it is removed, unless an error ends a preparation whose progress was saved.
+    """
     folder = output.with_name(f".{output.name}.unfinished")
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    try:
-        yield folder
-    finally:
+    progress = Progress.load(folder, plan)
+    if not progress.read:
         shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+    try:
+        yield folder, progress
+    except BaseException:
+        if not (folder / PROGRESS).exists():
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 class IndexedWriter:
     """A context manager that appends documents to PREFIX.bin, and writes PREFIX.idx when its block ends.
 
     If the block raises, the index is not written, so that the unfinished pair cannot be opened. The writer keeps four
-    bytes a document in memory.
+    bytes a document in memory. The first `kept_bytes` of a file that exists are kept; `restore` reads them.
     """
 
-    def __init__(self, prefix: str | Path, dtype: np.dtype) -> None:
-        self.prefix = prefix
+    def __init__(self, prefix: str | Path, dtype: np.dtype, kept_bytes: int = 0) -> None:
+        self.prefix, self._kept_bytes = prefix, kept_bytes
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self.num_tokens = 0
         self.bin_checksum = 0  # CRC-32 of what has been appended
@@ -77,6 +128,11 @@ class IndexedWriter:
     @property
     def num_documents(self) -> int:
         return len(self._lengths)
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of PREFIX.bin."""
+        return self.num_tokens * self.dtype.itemsize
 
     def add(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
         """Append whole documents, given as their joined tokens and the number of tokens of each."""
@@ -87,15 +143,32 @@ class IndexedWriter:
         self._lengths.frombytes(lengths.astype(np.intc).tobytes())
         self.num_tokens += len(tokens)
 
+    def restore(self, eod: int) -> None:
+        """Take up the documents that are kept, each of which ends with the token `eod`, and no other one has it."""
+        length = 0  # of the document that is being read
+        self._bin.seek(0)
+        while content := self._bin.read(CHUNK_BYTES):
+            self.bin_checksum = zlib.crc32(content, self.bin_checksum)
+            tokens = np.frombuffer(content, dtype=self.dtype)
+            ends = np.flatnonzero(tokens == eod) + 1
+            self._lengths.frombytes(np.diff(ends, prepend=-length).astype(np.intc).tobytes())
+            length = len(tokens) - int(ends[-1]) if len(ends) else length + len(tokens)
+            self.num_tokens += len(tokens)
+
+    def sync(self) -> None:
+        """Write what has been appended to the disk."""
+        self._bin.flush()
+        os.fsync(self._bin.fileno())
+
     def __enter__(self) -> Self:
-        self._bin = open(bin_path(self.prefix), "wb")
+        self._bin = open(bin_path(self.prefix), "r+b" if self._kept_bytes else "w+b")
+        self._bin.truncate(self._kept_bytes)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
         if kind is None:
             # The tokens are on the disk before the index is written: an index that exists describes a complete file.
-            self._bin.flush()
-            os.fsync(self._bin.fileno())
+            self.sync()
             self._write_index()
         self._bin.close()
 

@@ -13,20 +13,30 @@ MAX_ID = 2**31 - 1  # of a token, which is stored as i32
 
 
 class Tokenizer:
-    """A tokenizer with the id `eod` of the token that ends every document.
+    """A tokenizer with the ids of the tokens that end and begin every document; `bos` is None if none begins it.
 
     A text that contains the name of a special token is encoded as plain characters, so that it cannot end its document.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, eod: int) -> None:
+    def __init__(self, backend: tokenizers.Tokenizer, eod: int, bos: int | None = None) -> None:
         self._backend = backend
         self._backend.encode_special_tokens = True
         self._backend.no_truncation()
         self._backend.no_padding()
-        self.eod = eod
+        self.eod, self.bos = eod, bos
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1  # ids may have gaps
         if not 0 < self.vocab_size <= MAX_ID + 1:
             raise DataError(f"the tokenizer has ids below {self.vocab_size}; tokens are stored as 0 to {MAX_ID}")
+
+    @property
+    def beginning(self) -> list[int]:
+        """The ids that begin a document."""
+        return [] if self.bos is None else [self.bos]
+
+    @property
+    def start(self) -> int:
+        """The id before the first token of a text: the one that begins a document, or ends the one before."""
+        return self.eod if self.bos is None else self.bos
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text. Raises DataError if the tokenizer lacks one of its characters."""
@@ -49,13 +59,18 @@ class Tokenizer:
         assert token is not None, f"the tokenizer has no token {id}"
         return token
 
+    @property
+    def text(self) -> str:
+        """The content of its tokenizer.json."""
+        return self._backend.to_str(pretty=True)
+
     def save(self, path: str | Path) -> None:
         # Not by the library's own `save`, whose errors are bare Exceptions.
-        Path(path).write_text(self._backend.to_str(pretty=True), encoding="utf-8")
+        Path(path).write_text(self.text, encoding="utf-8")
 
     @classmethod
-    def from_file(cls, path: str | Path, eod: int) -> Self:
-        return cls(read_backend(Path(path)), eod)
+    def from_file(cls, path: str | Path, eod: int, bos: int | None = None) -> Self:
+        return cls(read_backend(Path(path)), eod, bos)
 
 
 def tokenizer_path(prefix: str | Path) -> Path:
@@ -66,7 +81,7 @@ def load_tokenizer(prefix: str | Path) -> Tokenizer:
     """Return the tokenizer that a prepared corpus was encoded with."""
     sidecar = Sidecar.load(prefix)
     sidecar.check_file(prefix, TOKENIZER)
-    return Tokenizer.from_file(tokenizer_path(prefix), sidecar.eod)
+    return Tokenizer.from_file(tokenizer_path(prefix), sidecar.eod, sidecar.bos)
 
 
 def read_backend(path: Path) -> tokenizers.Tokenizer:

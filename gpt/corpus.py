@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Self
 
 import numpy as np
@@ -36,7 +37,7 @@ class Corpus:
     """
 
     training: BatchLoader
-    validation: BatchLoader | None
+    validation: dict[str, BatchLoader]  # by the name of a corpus; "" is the validation share of the training data
     tokenizer: Tokenizer | None
     prompts: list[list[int]]  # token ids, for texts that the model generates
     tokens_per_sample: float  # of training; padding does not count
@@ -50,18 +51,22 @@ class Corpus:
         Raises DataError or ConfigError if the files and the settings do not fit together.
         """
         _, prefixes = parse_path(data.path)
-        _check_vocabulary(prefixes, model.vocab_size)
+        num_evaluated = train.eval_samples
+        validated = {Path(prefix).name: prefix for prefix in data.validation} if num_evaluated else {}
+        _check_vocabulary([*prefixes, *validated.values()], model.vocab_size)
         # One rank of each node reads the indices as a whole; the others use them when they are known to be undamaged.
         if world.local_rank == 0:
-            for prefix in prefixes:
+            for prefix in [*prefixes, *validated.values()]:
                 check_index(IndexedDataset(prefix))
         mesh.barrier()
 
-        def samples_of(part: str, num_samples: int) -> Samples:
+        def samples_of(
+            part: str, num_samples: int, path: str | list[str] = data.path, split: Sequence[float] = data.split
+        ) -> Samples:
             samples = open_samples(
-                data.path,
+                path,
                 part,
-                split=data.split,
+                split=split,
                 seq_length=model.seq_length,
                 seed=train.seed,
                 cache_dir=data.cache_dir,
@@ -79,13 +84,19 @@ class Corpus:
             return samples
 
         training = samples_of("train", consumed_samples_after(train.batch, train.steps))
-        validation = samples_of("validation", train.eval_samples) if train.eval_samples else None
+        validation = {
+            name: samples_of("validation", num_evaluated, prefix, split=(0, 1, 0)) for name, prefix in validated.items()
+        }
+        if num_evaluated and not validated:
+            validation = {"": samples_of("validation", num_evaluated)}
         tokenizer = load_tokenizer(prefixes[0]) if tokenizer_path(prefixes[0]).is_file() else None
         return cls(
             training=_loader(training, model, train, mesh, world, num_units),
-            validation=None if validation is None else _loader(validation, model, train, mesh, world, num_units),
+            validation={
+                name: _loader(samples, model, train, mesh, world, num_units) for name, samples in validation.items()
+            },
             tokenizer=tokenizer,
-            prompts=_prompts(train.prompts, tokenizer, validation or training) if tokenizer else [],
+            prompts=_prompts(train.prompts, tokenizer, next(iter(validation.values()), training)) if tokenizer else [],
             tokens_per_sample=training.tokens_per_sample,
         )
 
@@ -121,7 +132,7 @@ def _prompts(texts: Sequence[str] | None, tokenizer: Tokenizer, samples: Samples
     if texts is None:
         # The tokens are the only row of a sample, or the first one if documents are kept apart.
         return [np.atleast_2d(samples[number])[0, :PROMPT_TOKENS].tolist() for number in range(NUM_PROMPTS)]
-    return [tokenizer.encode(text) or [tokenizer.eod] for text in texts]
+    return [[*tokenizer.beginning, *tokenizer.encode(text)] or [tokenizer.eod] for text in texts]
 
 
 def _check_vocabulary(prefixes: Sequence[str], model_vocab_size: int) -> None:

@@ -1,8 +1,9 @@
-"""Measures the perplexity of a text per word, with a checkpoint or exported weights.
+"""Measures the perplexity of a text per word, or the accuracy in tasks, with a checkpoint or exported weights.
 
     torchrun --nproc_per_node=2 -m gpt.evaluate --source wiki.test.tokens --wikitext --config runs/x/config.yaml
+    torchrun --nproc_per_node=2 -m gpt.evaluate --tasks hellaswag.jsonl --config runs/x/config.yaml
 
-The text is read in overlapping windows, which are divided among all ranks:
+gpt/tasks.py has the tasks. A text is read in overlapping windows, which are divided among all ranks:
 
     text      <end of text> t1 t2 t3 ......................... tn     each of t1 to tn is predicted once
     window 0  |--------------|                                        all its predictions are scored
@@ -36,11 +37,12 @@ from gpt.builder.train_state import TrainState, build, build_mesh, start_options
 from gpt.checkpoint.checkpoint import load
 from gpt.checkpoint.folder import find
 from gpt.generate import evaluation
-from gpt.monitor.console import RunConsole
+from gpt.monitor.console import RunConsole, task_lines
 from gpt.run_folder.files import CHECKPOINTS
 from gpt.settings.option_names import messages_in_option_names
 from gpt.settings.parser import parse_settings
 from gpt.settings.settings import Settings
+from gpt.tasks import judge, load_tasks
 from parallel.errors import ConfigError
 from parallel.mesh import Axis
 from parallel.world import World, exit_with_error, start_world, stop_world
@@ -172,7 +174,7 @@ def score_text(
 ) -> Score:
     """Return the score of the text; see `windows` for `stride`. All ranks call it."""
     num_words = len(text.split()) + (text.count("\n") if is_wikitext else 0)
-    ids = [tokenizer.eod, *tokenizer.encode(undo_wikitext(text) if is_wikitext else text)]
+    ids = [tokenizer.start, *tokenizer.encode(undo_wikitext(text) if is_wikitext else text)]
     found = windows(len(ids) - 1, state.config.seq_length, stride)
     tokens = torch.tensor(ids, device=state.device)
     nll = negative_log_likelihood(state.model, tokens, found, state.mesh.data, micro_batch_size)
@@ -206,7 +208,9 @@ def _parser() -> argparse.ArgumentParser:
     """Return the parser of the options that are not settings."""
     parser = argparse.ArgumentParser(prog="python -m gpt.evaluate", description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--source", nargs="+", required=True, help="text files, or the hub name of a dataset")
+    judged_by = parser.add_mutually_exclusive_group(required=True)
+    judged_by.add_argument("--source", nargs="+", help="text files, or the hub name of a dataset")
+    judged_by.add_argument("--tasks", nargs="+", help="files of questions of HellaSwag, ARC or LAMBADA")
     add("--subset", help="the configuration of a hub dataset, such as wikitext-103-v1")
     add("--split", default="test", help="the split of a dataset (default: %(default)s)")
     add("--text_key", default="text", help="the key of the text in JSON lines, or its column (default: %(default)s)")
@@ -226,8 +230,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 @messages_in_option_names()
-def evaluate_text(arguments: list[str]) -> Score:
-    """Print and return the score of the text that the command line names. All ranks call it.
+def evaluate_model(arguments: list[str]) -> Score | dict[str, float]:
+    """Print and return the score of the text, or the metrics of the tasks, that the command line names.
+
+    All ranks call it.
 
     Raises ConfigError or DataError.
     """
@@ -238,20 +244,26 @@ def evaluate_text(arguments: list[str]) -> Score:
             f"--stride={own.stride} is not between 1 and model.seq_length={settings.model.seq_length}; "
             "choose a number in that range"
         )
-    text = read_text(Source(own.source, own.text_key, own.subset, own.split))
+    text = read_text(Source(own.source, own.text_key, own.subset, own.split)) if own.source else ""
     world = start_world(start_options(settings))
     logging.basicConfig(level=logging.INFO if world.is_first else logging.ERROR, format="%(message)s")
     state, origin = load_model(settings, own.weights, world)
     tokenizer = find_tokenizer(own.tokenizer, settings.data.path, settings.model.vocab_size)
+    console, batch_size = RunConsole(is_quiet=not world.is_first), settings.train.micro_batch_size
+    if own.tasks:
+        tasks = load_tasks(own.tasks, tokenizer, settings.model.seq_length, settings.train.task_questions)
+        metrics = judge(state.model, tasks, state.mesh, batch_size)
+        console.say("\n".join([origin, *task_lines(metrics)]))
+        return metrics
     score = score_text(
         state,
         tokenizer,
         text,
         stride=own.stride or settings.model.seq_length,
         is_wikitext=own.wikitext,
-        micro_batch_size=settings.train.micro_batch_size,
+        micro_batch_size=batch_size,
     )
-    RunConsole(is_quiet=not world.is_first).say(
+    console.say(
         f"{origin}\nperplexity {score.perplexity:,.6g} per word, {score.token_perplexity:,.6g} per token "
         f"({score.num_words:,} words, {score.num_tokens:,} tokens)"
     )
@@ -260,7 +272,7 @@ def evaluate_text(arguments: list[str]) -> Score:
 
 def main() -> None:
     try:
-        evaluate_text(sys.argv[1:])
+        evaluate_model(sys.argv[1:])
     except (ConfigError, DataError) as error:
         exit_with_error(error)
     stop_world()

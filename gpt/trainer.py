@@ -1,10 +1,12 @@
 """The training loop: steps and their metrics, evaluations, checkpoints, and the end of a run."""
 
 import math
+import statistics
 import time
 from collections.abc import Generator, Iterator
 from contextlib import closing, nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -15,7 +17,7 @@ from data.documents import MicroBatch
 from gpt.audit import Auditor
 from gpt.builder.loss_guard import RollBacks, SkippedInARow
 from gpt.builder.train_state import TrainState
-from gpt.checkpoint.layout import Progress
+from gpt.checkpoint.layout import INITIAL_WEIGHTS, Progress
 from gpt.checkpoint.recovery import Recovery
 from gpt.corpus import Corpus
 from gpt.generate import sample_texts
@@ -26,8 +28,9 @@ from gpt.monitor.profiling import Profiler, straggler_lines, timer_table
 from gpt.monitor.records import Records
 from gpt.monitor.watch import Watch
 from gpt.replicas import compare_replicas
-from gpt.settings.schedule import batch_plan, learning_rate
+from gpt.settings.schedule import batch_plan, consumed_samples_after, learning_rate
 from gpt.settings.settings import Settings
+from gpt.tasks import judge, load_tasks
 from gpt.train_step import evaluate, mean_over, train_step
 from parallel.launch.node_map import find_nodes, node_table
 from parallel.world import World
@@ -45,11 +48,16 @@ class Trainer:
             settings.checkpoint,
             self._records.folder,
             state,
-            replace(settings, activations=state.activations).order_of_samples,
+            {
+                **replace(settings, activations=state.activations).order_of_samples,
+                INITIAL_WEIGHTS: settings.train.initial_weights,
+            },
             console.report,
             self._watch.beat,
             self._records.on_save,
         )
+        train = settings.train
+        self._tasks = load_tasks(train.tasks, corpus.tokenizer, settings.model.seq_length, train.task_questions)
         self._nodes = find_nodes(world)
         console.show(node_table(self._nodes, state.mesh))
         places = [f"node {node}, local rank {rank % world.local_size}" for rank, node in enumerate(self._nodes)]
@@ -78,7 +86,8 @@ class Trainer:
         """Resume, run every step that is left, and report. Raises ConfigError for errors that the user can correct."""
         try:
             # First, because it removes later steps from metrics.jsonl, from which tracking reads the history.
-            self._progress = self._recovery.resume(self._settings.to_yaml())
+            samples_before = partial(consumed_samples_after, self._settings.train.batch)
+            self._progress = self._recovery.resume(self._settings.to_yaml(), samples_before)
             first = self._progress.step
             self._records.warn_if_rate_changed(first)
             with (
@@ -188,15 +197,25 @@ class Trainer:
         self._progress = replace(self._progress, step=step, consumed_samples=num_samples)
         self._throughput.count(batch_size)
         record = None
-        is_evaluated = self._corpus.validation is not None and self._is_due(settings.train.eval_every)
+        is_evaluated = bool(self._corpus.validation) and self._is_due(settings.train.eval_every)
         is_sampled = (
             self._corpus.tokenizer and settings.train.sample_tokens and self._is_due(settings.train.sample_every)
         )
-        if is_evaluated or is_sampled or self._progress.step == 1 or self._is_due(settings.train.log_every):
+        is_judged = bool(self._tasks) and self._is_due(settings.train.task_every)
+        if (
+            is_evaluated
+            or is_sampled
+            or is_judged
+            or self._progress.step == 1
+            or self._is_due(settings.train.log_every)
+        ):
             record = self._measure(loss, grad_norm, lr) | sent
             record |= {f"grad_norm/{layer}": norm.item() for layer, norm in norms.items()}
             if is_evaluated:
                 record |= self._evaluate()
+            if is_judged:
+                record |= judge(state.model, self._tasks, state.mesh, settings.train.micro_batch_size, self._watch.beat)
+                self._throughput.restart()
             if is_sampled:
                 record["samples"] = self._sample()
             self._console.log_step(record, settings.train, self._corpus.tokens_per_sample)
@@ -228,15 +247,19 @@ class Trainer:
         return record
 
     def _evaluate(self) -> dict[str, float]:
-        """Return the loss and the perplexity on the validation split. All ranks call it."""
-        assert self._corpus.validation is not None
+        """Return the loss of each validation corpus, their mean and its perplexity. All ranks call it."""
         samples_at_once = self._settings.train.batch.samples_at_once(self._state.mesh.num_batch_ranks)
         num_samples = math.ceil(self._settings.train.eval_samples / samples_at_once) * samples_at_once
-        (micro_batches,) = self._corpus.validation.steps([(0, num_samples)])
-        on_device = (batch.to(self._state.device, non_blocking=True) for batch in micro_batches)
-        loss = evaluate(self._state.model, on_device, self._state.mesh, self._state.leaves)
+        losses = {}
+        for name, loader in self._corpus.validation.items():
+            (micro_batches,) = loader.steps([(0, num_samples)])
+            on_device = (batch.to(self._state.device, non_blocking=True) for batch in micro_batches)
+            losses[name] = evaluate(self._state.model, on_device, self._state.mesh, self._state.leaves)
+            self._watch.beat()
         self._throughput.restart()
-        return {"validation_loss": loss, "validation_perplexity": float(torch.tensor(loss).exp())}
+        loss = statistics.fmean(losses.values())
+        of_corpora = {f"validation_loss/{name}": value for name, value in losses.items() if name}
+        return {"validation_loss": loss, "validation_perplexity": float(torch.tensor(loss).exp()), **of_corpora}
 
     def _sample(self) -> list[dict[str, str]]:
         """Return texts that the model generates. All ranks call it."""

@@ -101,9 +101,9 @@ class Axis:
     pid: int = field(default_factory=os.getpid, repr=False, compare=False)
 
     @classmethod
-    def trivial(cls, name: str, log: CommLog | None = None) -> "Axis":
+    def trivial(cls, name: str, log: CommLog | None = None, imitated_backend: str | None = None) -> "Axis":
         """Return an axis of one rank, which has no process group and no traffic."""
-        return cls(name, 1, 0, log or CommLog())
+        return cls(name, 1, 0, log or CommLog(), imitated_backend=imitated_backend)
 
     def without_peers(self) -> "Axis":
         """Return this axis reduced to the present rank, without a process group."""
@@ -318,8 +318,8 @@ class Mesh:
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         data_size = _data_size(world_size, tensor_size, shard_size, context_size)
         if world_size == 1:
-            data, tensor, context = (Axis.trivial(name, log) for name in ("data", "tensor", "context"))
-            return cls(data, tensor, log, context)
+            data = Axis.trivial("data", log, imitated_backend)
+            return cls(data, replace(data, name="tensor"), log, replace(data, name="context"))
         inner = shard_size or data_size
         sizes = {"replica": data_size // inner, "group": inner // context_size}
         sizes |= {"context": context_size, "tensor": tensor_size}
@@ -332,7 +332,7 @@ class Mesh:
             """Return the axis of the ranks that differ in these dims of the mesh."""
             own = tuple(dim for dim in dims if dim in sizes)
             if not own:
-                return Axis.trivial(name, log)
+                return Axis.trivial(name, log, imitated_backend)
             group = groups.get_group(own[0]) if len(own) == 1 else flatten_mesh(groups[own], name)
             return replace(axis_of(group, name, log, allocate), imitated_backend=imitated_backend)
 

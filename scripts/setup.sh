@@ -39,7 +39,14 @@ install_packages() {
     echo "setup: done"
 }
 
-if [[ ! -f .venv/complete || "$(<.venv/complete)" != "$(fingerprint)" ]]; then
-    install_packages
+is_complete() { [[ -f .venv/complete && "$(<.venv/complete)" == "$(fingerprint)" ]]; }
+
+# Nodes that start together may share this folder: one of them installs, the others wait for it.
+if ! is_complete; then
+    mkdir -p .venv
+    exec {setup_lock}>.venv/lock
+    command -v flock >/dev/null && flock "$setup_lock"
+    is_complete || install_packages
+    exec {setup_lock}>&-
 fi
 source .venv/bin/activate

@@ -26,12 +26,10 @@ def parameters_of_rank(model: ModelConfig, tensor_size: int) -> int:
 
 def coded_parameters_of_rank(model: ModelConfig, train: TrainSettings, tensor_size: int) -> int:
     """Return the number of parameters on one tensor rank that products in FP8 read, and that can be gathered so."""
-    blocks = range(train.fp8.keep_first, model.num_layers - train.fp8.keep_last)
     return sum(
         numel
         for name, shape, numel in _parameters(model, tensor_size)
-        if name.startswith("blocks.") and len(shape) > 1 and int(name.split(".")[1]) in blocks
-        if not _is_shared(name, model, tensor_size)
+        if len(shape) > 1 and train.fp8.takes(name, model.num_layers) and not _is_shared(name, model, tensor_size)
     )
 
 

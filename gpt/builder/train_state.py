@@ -1,7 +1,7 @@
 """Builds what trains from the settings: the mesh, the model, ZeRO around it, and its optimizer."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +29,7 @@ from parallel.errors import ConfigError
 from parallel.memory_kinds import allocate_buffer
 from parallel.mesh import Axis, Mesh
 from parallel.tensor.context import check_context
+from parallel.tensor.heads import GroupedHeads
 from parallel.tensor.layers import part_of
 from parallel.tensor.softmax import inductor_works
 from parallel.tensor.split_parameters import split_dims
@@ -37,7 +38,7 @@ from parallel.world import StartOptions, World
 from zero.activations.checkpointed_blocks import ActivationsConfig, check_replicas, checkpointed_blocks, recomputed
 from zero.buckets.leaf_blocks import check_blocks
 from zero.engine import ZeroDataParallel
-from zero.fp8.convert import convert, scaled_weights
+from zero.fp8.convert import convert
 from zero.fp8.kernels import HOPPER, Device, refused_layer
 from zero.memory.placement import Offload, Placement
 from zero.optimizer import ZeroOptimizer
@@ -126,11 +127,6 @@ def build_mesh(settings: Settings, world: World) -> Mesh:
     check_replicas(settings.activations, token_layout(settings.parallel, mesh).replicas)
     check_batch_sizes(settings.train.batch, mesh.num_batch_ranks)
     check_evaluated(settings.train, mesh.num_batch_ranks)
-    if (num_units := num_adding_units(settings, mesh)) > mesh.num_batch_ranks:
-        raise ConfigError(
-            f"train.reproducible=layout: {num_units} ranks that keep full gradients cannot divide each sequence among "
-            f"{mesh.context.size}; choose zero.stage=2 or 3 with zero.accumulate=reduce, or parallel.context_size=1"
-        )
     check_blocks(settings.zero, settings.zero.policy.levels(mesh.data))
     num_kv_heads, seq_length = max(1, settings.model.kv_heads // mesh.tensor.size), settings.model.seq_length
     sizes = {"heads of keys and values of a tensor rank": num_kv_heads, "tokens of a sequence": seq_length}
@@ -253,8 +249,7 @@ def build_model(
 def convert_blocks(gpt: GPT, train: TrainSettings, device: Device) -> None:
     """Let the linear layers of blocks multiply in FP8. Raises ConfigError if the device cannot."""
     fp8, num_blocks = train.fp8, gpt.config.num_layers
-    of_blocks = range(fp8.keep_first, num_blocks - fp8.keep_last)
-    if not of_blocks:
+    if fp8.keep_first + fp8.keep_last >= num_blocks:
         raise ConfigError(
             f"train.fp8.keep_first={fp8.keep_first} and keep_last={fp8.keep_last} leave none of {num_blocks} blocks to "
             "train.matmul=fp8; keep fewer"
@@ -262,21 +257,33 @@ def convert_blocks(gpt: GPT, train: TrainSettings, device: Device) -> None:
     names = convert(
         gpt,
         fp8.recipe,
-        keep=lambda name, _layer: not name.startswith("blocks.") or int(name.split(".")[1]) not in of_blocks,
+        keep=lambda name, _layer: not fp8.takes(name, num_blocks),
         use_fast_accum=fp8.use_fast_accum,
         emulate=fp8.emulate,
         device=device,
     )
     emulates = fp8.emulate or device.kind == "cpu"
     if not emulates:
-        shapes = {name: (weight.shape[0], weight.shape[1]) for name, weight, _ in scaled_weights(gpt)}
         num_tokens = train.micro_batch_size * gpt.config.seq_length // gpt.tokens.context.size
-        if (reason := refused_layer(fp8.recipe, device, shapes, num_tokens)) is not None:
+        if (reason := refused_layer(fp8.recipe, device, product_shapes(gpt, names), num_tokens)) is not None:
             raise ConfigError(
                 f"train.fp8.recipe={fp8.recipe}: {reason}; choose another recipe, train.matmul=null, or "
                 "train.fp8.emulate=true, which is slower than bf16"
             )
     logger.info("products: %s FP8 in %d layers%s", fp8.recipe, len(names), ", emulated" if emulates else "")
+
+
+def product_shapes(gpt: GPT, names: Iterable[str]) -> dict[str, tuple[int, int]]:
+    """Return (out, in) of the weights of some layers, as far as this tensor rank multiplies by them, by name."""
+    found = {}
+    for layer_name, layer in ((name, gpt.get_submodule(name)) for name in names):
+        for name, weight in layer.named_parameters(recurse=False):
+            if weight.dim() == 2:
+                rows = weight.shape[0]
+                if isinstance(layer, GroupedHeads) and name in layer.shared_dims:
+                    rows = layer.rows_of_head
+                found[f"{layer_name}.{name}"] = rows, weight.shape[1]
+    return found
 
 
 def build_loss_scale(settings: LossScaleSettings, is_fp16: bool, device: torch.device) -> LossScale:

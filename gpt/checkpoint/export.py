@@ -11,9 +11,9 @@ import torch
 
 from data.errors import DataError
 from gpt.checkpoint.folder import newest
-from gpt.checkpoint.layout import read_run
+from gpt.checkpoint.layout import INITIAL_WEIGHTS, read_run
 from gpt.pretrained.tokenizer_files import tokenizer_of_data
-from gpt.pretrained.weights import check_shapes, write_weights
+from gpt.pretrained.weights import check_shapes, companions, write_weights
 from gpt.shape.config import parameter_shapes
 from parallel.errors import ConfigError, exit_on_config_error
 from zero.partition.config import DTYPES
@@ -23,13 +23,18 @@ from zero.state.weight_files import FILE_BYTES
 
 
 def export_checkpoint(
-    checkpoint: Path, output: Path, dtype: torch.dtype, file_bytes: int = FILE_BYTES, data: str | None = None
+    checkpoint: Path,
+    output: Path,
+    dtype: torch.dtype,
+    file_bytes: int = FILE_BYTES,
+    data: str | None = None,
+    initial_weights: str | None = None,
 ) -> int:
     """Export a checkpoint, or the newest in a folder of several, and return the number of parameters.
 
     Only the tensors of one output file are in memory at a time. The tokenizer is that of the corpus with the prefix
-    `data`, or of the one that the run was trained on. Raises ConfigError if there is no checkpoint, or if it
-    is damaged.
+    `data`; without it that of the initial weights, whose folder may have moved to `initial_weights`, or of the run's
+    data. Raises ConfigError if there is no checkpoint, or if it is damaged.
     """
     given, checkpoint = checkpoint, newest(checkpoint) or checkpoint
     if not is_complete(checkpoint):
@@ -43,9 +48,12 @@ def export_checkpoint(
     saved = SavedState(checkpoint, run.layout["state"])
     shapes = {name: parameter.shape for name, parameter in saved.parameters.items()}
     check_shapes(shapes, parameter_shapes(run.model, run.model.padded_vocab_size), checkpoint / LAYOUT)
-    tokenizer = tokenizer_of_data({"data.path": data} if data else run.layout["data"])
+    saved_data = run.layout["data"]
+    tokenizer, origin = companions(saved_data, initial_weights or saved_data.get(INITIAL_WEIGHTS))
+    if data:
+        tokenizer = tokenizer_of_data({"data.path": data})
     weights = ((name, saved.whole(name, dtype=dtype)) for name in saved.parameters)
-    write_weights(output, run.model, weights, tokenizer, file_bytes)
+    write_weights(output, run.model, weights, tokenizer, file_bytes, origin)
     return sum(shape.numel() for shape in shapes.values())
 
 
@@ -55,9 +63,16 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--output", type=Path, required=True, help="folder that from_pretrained will open")
     parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="type of the weights")
     parser.add_argument("--data", help="PREFIX of the corpus whose tokenizer is exported; default: that of the run")
+    parser.add_argument("--initial_weights", help="the folder from which the run began, if it has moved")
     options = parser.parse_args(arguments)
     with exit_on_config_error(OSError, DataError):
-        count = export_checkpoint(options.checkpoint, options.output, DTYPES[options.dtype], data=options.data)
+        count = export_checkpoint(
+            options.checkpoint,
+            options.output,
+            DTYPES[options.dtype],
+            data=options.data,
+            initial_weights=options.initial_weights,
+        )
     sys.stdout.write(f"{count:,} parameters in {options.dtype}: {options.output}\n")
 
 

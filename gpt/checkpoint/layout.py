@@ -15,6 +15,7 @@ from zero.state.layout_file import LAYOUT, read_layout
 from zero.state.schema import COUNT, Schema
 
 MASKS = {"train.compile", "activations.store"}  # settings that change what dropout drops, and not the samples
+INITIAL_WEIGHTS = "train.initial_weights"
 MAY_DIFFER = {"dropout", "attention", "vocab_multiple"}  # fields of ModelConfig that a run may resume with others of
 
 
@@ -44,7 +45,9 @@ class SavedRun:
 SCHEMA: dict[str, Schema] = {
     "progress": {"step": COUNT, "consumed_samples": COUNT, "run": str},
     "model": dict,  # fields of ModelConfig; a checkpoint of an earlier version may lack some
-    "data": dict,  # settings that determine the order of samples, by the names of their options
+    # Settings that determine the order of samples, by the names of their options, and the folder of initial weights,
+    # whose tokenizer and positions exports have.
+    "data": dict,
 }
 
 
@@ -86,5 +89,6 @@ def changed_data(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[s
     return [
         f"{name}={value}, but the checkpoint was saved with {saved.get(name)}: from here on, {changed[name in MASKS]}"
         for name, value in present.items()
-        if saved.get(name, value) != value  # older checkpoints do not have all
+        # Older checkpoints do not have all, and initial weights are not read again.
+        if saved.get(name, value) != value and name != INITIAL_WEIGHTS
     ]

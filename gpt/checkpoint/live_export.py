@@ -9,10 +9,10 @@ from typing import Any
 from data.tokenizer import Tokenizer
 from gpt.builder.train_state import TrainState
 from gpt.checkpoint.folder import Kept, checkpoint_name, delete_old
+from gpt.checkpoint.layout import INITIAL_WEIGHTS
 from gpt.pretrained.families import family_of
 from gpt.pretrained.tensors import to_transformers
-from gpt.pretrained.tokenizer_files import tokenizer_of_data
-from gpt.pretrained.weights import write_config
+from gpt.pretrained.weights import companions, write_config
 from zero.state.weight_files import WeightFiles, WholeWeights, export_units
 
 logger = logging.getLogger(__name__)
@@ -24,20 +24,22 @@ class LiveExports:
     def __init__(self, state: TrainState, folder: Path, kept: Kept, data: Mapping[str, Any]):
         self._state, self._folder, self._kept = state, folder, kept
         self._is_first = state.mesh.rank == 0  # which alone writes
-        self._tokenizer = tokenizer_of_data(data) if self._is_first else None
+        self._companions = companions(data, data.get(INITIAL_WEIGHTS)) if self._is_first else (None, None)
 
     def export(self, step: int) -> None:
         """Export the weights of a step. All ranks call it. An export that fails is logged, and training goes on."""
         try:
-            export_live(self._state, self._folder / checkpoint_name(step), self._tokenizer)
+            export_live(self._state, self._folder / checkpoint_name(step), *self._companions)
             if self._is_first:
                 delete_old(self._folder, self._kept)
         except OSError as error:
             logger.error("error: weights cannot be written to %s: %s; training goes on", self._folder, error.strerror)
 
 
-def export_live(state: TrainState, output: Path, tokenizer: Tokenizer | None = None) -> None:
-    """Export the weights of the model in training, in their own data type.
+def export_live(
+    state: TrainState, output: Path, tokenizer: Tokenizer | None = None, origin: Path | None = None
+) -> None:
+    """Export the weights of the model in training, in their own data type; see `write_config`.
 
     All ranks call it. One unit at a time is unsharded, and written by the first rank. Raises OSError on that rank if it
     cannot write.
@@ -46,7 +48,7 @@ def export_live(state: TrainState, output: Path, tokenizer: Tokenizer | None = N
 
     def finish(files: WeightFiles, folder: Path) -> None:
         files.finish()
-        write_config(folder, config, tokenizer)
+        write_config(folder, config, tokenizer, origin)
 
     # A folder of that name is an export of the same step from before a roll-back.
     convert = partial(to_transformers, family=family, config=config)

@@ -102,10 +102,11 @@ class Attention(nn.Module):
         self.dropout, self.axis, self.context = config.dropout, tokens.axis, tokens.context
         self.kernel: Kernel = partial(ATTENTION_KERNELS[config.attention], scale=config.attention_scale)
         width, num_heads, head_dim = config.hidden_size, config.num_heads, config.head_size
+        has_bias = config.biases or config.qkv_bias
         if config.kv_heads < num_heads:
-            self.qkv: nn.Module = GroupedHeads(width, num_heads, config.kv_heads, head_dim, tokens, config.biases)
+            self.qkv: nn.Module = GroupedHeads(width, num_heads, config.kv_heads, head_dim, tokens, has_bias)
         else:
-            self.qkv = PackedHeads(width, num_heads, head_dim, tokens, config.biases)
+            self.qkv = PackedHeads(width, num_heads, head_dim, tokens, has_bias)
         norm_of_heads = norm if config.qk_norm else nn.Identity
         self.q_norm, self.k_norm = (norm_of_heads(head_dim, eps=config.norm_eps) for _ in "qk")
         self.projection = RowParallelLinear(num_heads * head_dim, width, tokens, config.biases)

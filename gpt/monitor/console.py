@@ -4,7 +4,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from datetime import datetime
@@ -95,7 +95,11 @@ class RunConsole:
         self.say(" ".join([time, *(f"{text:>{width}}" for _, width, text in columns)]))
         if "validation_loss" in record:
             loss, perplexity = record["validation_loss"], record["validation_perplexity"]
-            self.say(f"{time} validation loss {loss:.4f}, perplexity {perplexity:,.1f}")
+            of_corpora = _under(record, "validation_loss/")
+            parts = "".join(f"; {name} {of_one:.4f}" for name, of_one in of_corpora.items())
+            self.say(f"{time} validation loss {loss:.4f}, perplexity {perplexity:,.1f}{parts}")
+        for line in task_lines(record):
+            self.say(f"{time} {line}")
         for sample in record.get("samples", []):
             self.say(f"--- generated text, step {record['step']}\n{sample['text']}")
 
@@ -117,6 +121,20 @@ class RunConsole:
     def advance(self) -> None:
         """Move the progress bar by one step."""
         self._progress.advance(self._task)
+
+
+def _under(record: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Return the entries of a record whose keys begin with a prefix, by the rest of their keys."""
+    return {name.removeprefix(prefix): value for name, value in record.items() if name.startswith(prefix)}
+
+
+def task_lines(record: Mapping[str, Any]) -> list[str]:
+    """Return a line for each task by which the model was judged."""
+    metrics: dict[str, list[str]] = {}
+    for name, value in _under(record, "task/").items():
+        task, _, metric = name.rpartition("/")
+        metrics.setdefault(task, []).append(f"{metric.replace('_', ' ')} {value:,.4g}")
+    return [f"{task}: {', '.join(found)}" for task, found in metrics.items()]
 
 
 def nothing_left(settings: Settings, num_done: int) -> str:

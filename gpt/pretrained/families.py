@@ -15,8 +15,15 @@ from zero.state.schema import shown
 SIZE = range(1, 2**31)
 # By default a configuration of transformers has ids of its own, which may lie outside of the vocabulary.
 NO_SPECIAL_IDS = {"bos_token_id": None, "eos_token_id": None}
-GPT2_PARTS = {"positions": "learned", "norm": "layer", "mlp": "gelu", "qk_norm": False, "biases": True}
-LLAMA_PARTS = {"positions": "rope", "norm": "rms", "mlp": "swiglu", "qk_norm": False, "biases": False}
+GPT2_PARTS = {
+    "positions": "learned",
+    "norm": "layer",
+    "mlp": "gelu",
+    "qk_norm": False,
+    "biases": True,
+    "qkv_bias": False,
+}
+LLAMA_PARTS = {**GPT2_PARTS, "positions": "rope", "norm": "rms", "mlp": "swiglu", "biases": False}
 GPT2_FIELDS = {  # options of `model`: fields of the configuration of transformers
     "num_layers": "n_layer",
     "hidden_size": "n_embd",
@@ -218,6 +225,7 @@ def _like_llama(name: str, fixed: Mapping[str, Any], parts: Mapping[str, Any] = 
 FAMILIES = {  # by the model_type of config.json; the first that has a model's parts is the one in which it is written
     "gpt2": GPT2,
     "llama": _like_llama("Llama", {"attention_bias": False, "mlp_bias": False}),
+    "qwen2": _like_llama("Qwen2", {}, {**LLAMA_PARTS, "qkv_bias": True}),
     "qwen3": _like_llama("Qwen3", {"attention_bias": False}, {**LLAMA_PARTS, "qk_norm": True}),
     "mistral": _like_llama("Mistral", {}),
 }
@@ -245,7 +253,7 @@ def family_of(config: ModelConfig) -> Family:
     options = ", ".join(f"model.{name}={getattr(config, name)}".lower() for name in names)
     raise ConfigError(
         f"transformers has no model with {options}: its weights cannot be written in that format; choose the parts of "
-        "configs/models/gpt2.yaml, llama.yaml or qwen3.yaml, or write no weights"
+        "configs/models/gpt2.yaml, llama.yaml, qwen2.yaml or qwen3.yaml, or write no weights"
     )
 
 
@@ -257,7 +265,7 @@ def config_from_transformers(config: Any) -> ModelConfig:
     family = FAMILIES[config.model_type]
     for name, supported in family.fixed.items():
         _refuse_unless(name, getattr(config, name), supported)
-    named = {ours: getattr(config, theirs) for ours, theirs in family.names.items()}
+    named = {ours: getattr(config, theirs, None) for ours, theirs in family.names.items()}  # Qwen 2 has no head_dim
     return ModelConfig(vocab_size=config.vocab_size, **{**named, **family.to_ours(config)}, **family.parts)
 
 

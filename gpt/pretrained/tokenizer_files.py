@@ -1,10 +1,12 @@
-"""The files beside exported weights by which transformers opens the tokenizer of the training data.
+"""The files beside exported weights by which transformers opens the tokenizer.
 
-tokenizer.json, tokenizer_config.json, generation_config.json
+Weights that were trained from initial ones have the files of that folder, with its special tokens and chat template.
+Others have the tokenizer of the training data: tokenizer.json, tokenizer_config.json, generation_config.json.
 """
 
 import json
 import logging
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,25 @@ from data.tokenizer import Tokenizer, load_tokenizer, tokenizer_path
 from gpt.shape.config import ModelConfig
 from parallel.errors import ConfigError
 
+FILES = (  # of a tokenizer in a folder of transformers
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),
+    *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json"),
+)
+SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of config.json
+
 logger = logging.getLogger(__name__)
+
+
+def has_tokenizer(folder: Path | None) -> bool:
+    """Return whether a folder of weights has the files of a tokenizer."""
+    return folder is not None and any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
+
+
+def copy_tokenizer(folder: Path, output: Path) -> None:
+    """Copy the files of a tokenizer from a folder of weights. Raises OSError if a write fails."""
+    for path in (folder / name for name in FILES):
+        if path.is_file():
+            shutil.copyfile(path, output / path.name)
 
 
 def tokenizer_of_data(data: Mapping[str, Any]) -> Tokenizer | None:
@@ -36,9 +56,10 @@ def tokenizer_of_data(data: Mapping[str, Any]) -> Tokenizer | None:
 
 
 def special_ids(tokenizer: Tokenizer | None) -> dict[str, int | None]:
-    """Return the ids for config.json: the end of a document ends a text, and begins one, as in GPT-2."""
-    end = tokenizer.eod if tokenizer else None
-    return {"bos_token_id": end, "eos_token_id": end}
+    """Return the ids for config.json. If nothing begins documents, their end begins a text too, as in GPT-2."""
+    if tokenizer is None:
+        return {"bos_token_id": None, "eos_token_id": None}
+    return {"bos_token_id": tokenizer.start, "eos_token_id": tokenizer.eod}
 
 
 def check_fits(tokenizer: Tokenizer | None, config: ModelConfig) -> None:
@@ -53,11 +74,10 @@ def check_fits(tokenizer: Tokenizer | None, config: ModelConfig) -> None:
 def write_tokenizer(tokenizer: Tokenizer, folder: Path, config: ModelConfig) -> None:
     """Write the files to a folder. Raises OSError if a write fails."""
     tokenizer.save(folder / "tokenizer.json")
-    end = tokenizer.token(tokenizer.eod)
     tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",  # whatever tokenizer.json holds; not that of GPT-2 only
-        "bos_token": end,
-        "eos_token": end,
+        "bos_token": tokenizer.token(tokenizer.start),
+        "eos_token": tokenizer.token(tokenizer.eod),
         "unk_token": None,
         "model_max_length": config.seq_length,
         "clean_up_tokenization_spaces": False,

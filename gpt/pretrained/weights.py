@@ -3,8 +3,9 @@
 config.json, model.safetensors.index.json, model-00001-of-00003.safetensors, ...
 """
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,15 @@ from gpt.pretrained.families import (
     family_of,
 )
 from gpt.pretrained.tensors import HEAD, load_weights, source_of, to_transformers
-from gpt.pretrained.tokenizer_files import check_fits, special_ids, write_tokenizer
+from gpt.pretrained.tokenizer_files import (
+    SPECIAL_IDS,
+    check_fits,
+    copy_tokenizer,
+    has_tokenizer,
+    special_ids,
+    tokenizer_of_data,
+    write_tokenizer,
+)
 from gpt.shape.config import ModelConfig, parameter_shapes
 from parallel.errors import ConfigError
 from zero.state.schema import Schema, check, parse_json, shown
@@ -30,10 +39,12 @@ from zero.state.tensor_file import TensorFile
 from zero.state.weight_files import FILE_BYTES, WeightFiles
 
 CONFIG = "config.json"
+logger = logging.getLogger(__name__)
 # Properties of a ModelConfig that a folder and a run must have in common.
 COMPARED = (
     *("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "mlp_width", "vocab_size"),
-    *("mup_base_head_dim", "logit_cap", "positions", "norm", "norm_eps", "mlp", "qk_norm", "biases", "tied_head"),
+    *("mup_base_head_dim", "logit_cap", "positions", "norm", "norm_eps", "mlp", "qk_norm", "biases", "qkv_bias"),
+    "tied_head",
 )
 COMPARED_ROPE = ("rope_theta", "rope_scaling")
 VALUES = {**RESOLVED, "mup_base_head_dim": "scaled_head_dim"}  # the property that has the value of an option
@@ -193,8 +204,9 @@ def write_weights(
     weights: Iterable[tuple[str, Tensor]],
     tokenizer: Tokenizer | None = None,
     file_bytes: int = FILE_BYTES,
+    origin: Path | None = None,
 ) -> None:
-    """Write whole parameters, by the names of this project, with the configuration and the tokenizer, to a folder.
+    """Write whole parameters, by the names of this project, with what `write_config` writes, to a folder.
 
     Raises ConfigError if the folder already holds weights, because a reader would mix them with these, and OSError if a
     write fails.
@@ -205,11 +217,41 @@ def write_weights(
         for theirs, part in to_transformers(name, tensor.detach().cpu(), family, config).items():
             files.add(theirs, part)
     files.finish()
-    write_config(folder, config, tokenizer)
+    write_config(folder, config, tokenizer, origin)
 
 
-def write_config(folder: Path, config: ModelConfig, tokenizer: Tokenizer | None) -> None:
-    """Write the configuration of transformers, and the files of the tokenizer. Raises OSError if a write fails."""
-    config_to_transformers(config, special_ids(tokenizer)).save_pretrained(folder)
+def write_config(folder: Path, config: ModelConfig, tokenizer: Tokenizer | None, origin: Path | None = None) -> None:
+    """Write the configuration of transformers, and the files of the tokenizer. Raises OSError if a write fails.
+
+    `origin` is the folder of the initial weights. The model keeps its number of rotary positions, although the training
+    may have had shorter sequences, and without a `tokenizer` its tokenizer and special tokens.
+    """
+    ids: Mapping[str, Any] = special_ids(tokenizer)
+    if origin is not None:
+        if config.positions == "rope":
+            _, initial = _read_config(origin / CONFIG)
+            config = replace(config, seq_length=max(config.seq_length, initial.seq_length))
+        if tokenizer is None:
+            content = parse_json((origin / CONFIG).read_bytes(), {}, origin / CONFIG)
+            ids = {name: content.get(name) for name in SPECIAL_IDS}
+    config_to_transformers(config, ids).save_pretrained(folder)
     if tokenizer:
         write_tokenizer(tokenizer, folder, config)
+    elif origin is not None:
+        copy_tokenizer(origin, folder)
+
+
+def companions(data: Mapping[str, Any], origin: str | None) -> tuple[Tokenizer | None, Path | None]:
+    """Return what is exported beside weights: a tokenizer or None, and the folder of the initial weights or None.
+
+    A folder with a tokenizer stands for that of the settings `data`. A warning is logged if it is no longer there.
+    """
+    folder = Path(origin) if origin else None
+    if folder is not None and not (folder / CONFIG).is_file():
+        logger.warning(
+            "%s is not there: the exported folder has the tokenizer of the data, and as many positions as a sequence "
+            "of the training; name the folder of the initial weights with --initial_weights",
+            folder / CONFIG,
+        )
+        folder = None
+    return None if has_tokenizer(folder) else tokenizer_of_data(data), folder

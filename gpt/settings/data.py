@@ -1,12 +1,23 @@
 """Settings of the training data."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
 from parallel.errors import ConfigError
 from parallel.fields import FilePath, Range, check_fields
 
 Share = Annotated[float, Range(0, 1e9)]
+
+
+def check_names(option: str, names: Sequence[str]) -> None:
+    """Raise ConfigError if two of the names of what an option lists are equal."""
+    if len(set(names)) < len(names):
+        raise ConfigError(
+            f"{option} has {len(names)} entries of {len(set(names))} names, {', '.join(names)}, by which they are "
+            "logged; rename the files"
+        )
 
 
 @dataclass(frozen=True)
@@ -17,6 +28,9 @@ class DataSettings:
     """PREFIX of a pair of files PREFIX.bin and PREFIX.idx, or a list of WEIGHT:PREFIX to blend several."""
     split: tuple[Share, Share, Share] = (0.98, 0.01, 0.01)
     """Shares of the documents that are used for training, validation and test."""
+    validation: tuple[FilePath, ...] = ()
+    """PREFIXes of corpora for validation, each of which has a loss of its own, by the last part of its PREFIX. Empty:
+    the validation share of data.path."""
     cache_dir: FilePath | None = None
     """Folder for cached indices of samples; null: the folder of the data."""
     mask_documents: bool = False
@@ -28,6 +42,7 @@ class DataSettings:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        check_names("DataSettings.validation", [Path(prefix).name for prefix in self.validation])
         if self.packing == "best_fit" and not self.mask_documents:
             raise ConfigError(
                 "DataSettings.packing=best_fit needs DataSettings.mask_documents=true, because a packed document does "

@@ -50,7 +50,9 @@ class Settings:
         check_fields(self)
         if self.train.is_same_on_any_layout:
             blocks = self.train.reproducible_blocks
-            object.__setattr__(self, "zero", replace(self.zero, sum_over_ranks="leaves", leaf_blocks=blocks))
+            parts = self.parallel.context_size
+            zero = replace(self.zero, sum_over_ranks="leaves", leaf_blocks=blocks, leaf_parts=parts)
+            object.__setattr__(self, "zero", zero)
             if (num_leaves := self.train.smallest_batch // self.train.micro_batch_size) < blocks:
                 raise ConfigError(
                     f"train.reproducible_blocks={blocks} is above the {num_leaves} micro-batches of the smallest step; "

@@ -1,10 +1,12 @@
 """Settings of the mesh, and of the length, the batches and the precision of a run."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
 
+from gpt.settings.data import check_names
 from gpt.settings.schedule import BatchConfig, BatchSize, NumSteps, RampUpConfig
 from parallel.errors import ConfigError
 from parallel.fields import FilePath, NonNegative, Positive, Range, Ranks, check_fields
@@ -69,7 +71,7 @@ class Fp8Settings:
     128 of activations and gradients, 128 x 128 of weights (GPUs of compute capability 9.0 only). mxfp8 and nvfp4 have
     32 and 16 along the dim of the sum, and are emulated."""
     use_fast_accum: bool = False
-    """Let Hopper's kernels add with fewer bits than fp32, which is faster."""
+    """Let Hopper's kernels add with fewer bits than fp32, which is faster; that of blockwise does not."""
     emulate: bool = False
     """Compute with the values that codes stand for, in fp32, slower than bf16; a GPU without the kernel is an error
     otherwise. A CPU always does."""
@@ -80,6 +82,10 @@ class Fp8Settings:
 
     def __post_init__(self) -> None:
         check_fields(self)
+
+    def takes(self, name: str, num_blocks: int) -> bool:
+        """Return whether a part of a GPT of so many blocks, such as "blocks.0.mlp.up", is in one that uses FP8."""
+        return name.startswith("blocks.") and self.keep_first <= int(name.split(".")[1]) < num_blocks - self.keep_last
 
 
 @dataclass(frozen=True)
@@ -115,8 +121,8 @@ class TrainSettings:
     """Coefficient of a z-loss: the squared logarithm of each token's sum of exponentials is added to what gradients are
     computed of, so that logits do not drift (PaLM has 1e-4). The loss that is logged does not contain it."""
     initial_weights: FilePath | None = None
-    """Folder of weights of GPT-2, Llama, Qwen 3 or Mistral in the format of transformers, to start the run from; null:
-    random values."""
+    """Folder of weights of GPT-2, Llama, Qwen 2 or 3, or Mistral in the format of transformers, to start the run from;
+    null: random values."""
     reproducible: Literal["run", "layout"] = "run"
     """run: the same command on as many ranks repeats its bits. layout: losses, gradient norms, parameters, optimizer
     states and checkpoints are the same bits on any number of data-parallel ranks (docs/reproducible.md), which adds
@@ -135,6 +141,13 @@ class TrainSettings:
     """Steps between evaluations on the validation split; 0: evaluate only at the end."""
     eval_samples: Annotated[int, Range(0, 10**12)] = 64
     """Sequences of the validation split in one evaluation, rounded up to whole micro-batches; 0: never evaluate."""
+    tasks: tuple[FilePath, ...] = ()
+    """Files of questions in the formats of HellaSwag, ARC and LAMBADA by which the model is judged, see
+    docs/training.md; the name of a task is that of its file."""
+    task_every: NonNegative = 0
+    """Steps between judgements by the tasks; 0: judge only at the end."""
+    task_questions: Positive | None = None
+    """Number of questions of each task that are asked, from the first one on; null: all."""
     peak_tflops: Annotated[float, Range(above=0, at_most=1e9)] | None = None
     """Peak TFLOP/s of one device in this precision, from which MFU is computed; null: look it up in a table of GPUs."""
     sample_every: NonNegative = 0
@@ -146,6 +159,7 @@ class TrainSettings:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        check_names("TrainSettings.tasks", [Path(path).stem for path in self.tasks])
         if self.matmul == "fp8" and self.precision == "fp16":
             raise ConfigError(
                 "train.matmul=fp8 does not work with train.precision=fp16; choose bf16, or fp32 for tests"

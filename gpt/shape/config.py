@@ -83,6 +83,8 @@ class ModelConfig:
     """Normalize each head's queries and keys, before they are rotated."""
     biases: bool = True
     """Linear layers of the blocks have a bias."""
+    qkv_bias: bool = False
+    """Without biases, queries, keys and values have one nevertheless, as in Qwen 2."""
     tied_head: bool = True
     """The head is the token embedding; false: it has a weight of its own."""
     logit_cap: Annotated[float, Range(above=0, at_most=1e6)] | None = None
@@ -215,7 +217,7 @@ def parameter_shapes(config: ModelConfig, num_rows: int) -> Iterator[tuple[str, 
     for number in range(config.num_layers):
         for name, shape in config.linear_shapes.items():
             yield f"blocks.{number}.{name}weight", shape
-            if config.biases:
+            if config.biases or (config.qkv_bias and name.startswith("attention.qkv.")):
                 yield f"blocks.{number}.{name}bias", shape[:1]
         for name, size in norms.items():
             yield from ((f"blocks.{number}.{name}.{part}", (size,)) for part in norm)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from data.indexed import IndexedDataset
-from gpt.builder.train_state import build
+from gpt.builder.train_state import TrainState, build
 from gpt.settings.parser import parse_settings
 from gpt.settings.schedule import learning_rate
 from gpt.train_step import evaluate, train_step
@@ -57,19 +57,27 @@ def tokens_of(prefix: str) -> Tensor:
 
 
 def train(
-    arguments: list[str], tokens: Tensor, num_steps: int, evaluate_every: int | None = None
+    arguments: list[str],
+    tokens: Tensor,
+    num_steps: int,
+    evaluate_every: int | None = None,
+    change: Callable[[TrainState], None] = lambda _state: None,
+    seed: int = 0,
+    num_validation_batches: int = NUM_VALIDATION_BATCHES,
 ) -> Iterator[tuple[int, float]]:
     """Yield (step, validation loss) of a model after every so many steps of its training, and after the last one.
 
-    `arguments` are those of `pretrain_gpt.py`, beside the data.
+    `arguments` are those of `pretrain_gpt.py`, beside the data; `change` is called with what is built of them. The seed
+    is that of the batches.
     """
     config = parse_settings(["--data.path=none", *arguments])
     state = build(config, Mesh.create(1), torch.device("cpu"))
+    change(state)
     num_training = int(len(tokens) * (1 - VALIDATION_SHARE))
-    random = torch.Generator().manual_seed(0)
+    random = torch.Generator().manual_seed(seed)
     size = config.train.micro_batch_size, config.model.seq_length
     training = [places(num_training, size, random) for _ in range(num_steps)]
-    held_out = [num_training + places(len(tokens) - num_training, size, random) for _ in range(NUM_VALIDATION_BATCHES)]
+    held_out = [num_training + places(len(tokens) - num_training, size, random) for _ in range(num_validation_batches)]
     for step, place in enumerate(training, 1):
         state.set_learning_rate(learning_rate(config.schedule, config.optimizer.lr, step - 1, num_steps))
         train_step(state.model, state.optimizer, [tokens[place]], state.mesh)

@@ -2,6 +2,7 @@
 
     python -m lab.faults.lost_nodes --rounds 6             on two and three nodes; every third round loses the first
     python -m lab.faults.lost_nodes --rounds 6 --lose 2    two neighbours of three: goes on from the newest checkpoint
+    python -m lab.faults.lost_nodes --rounds 6 --lose 0    no node, but all ranks, and snapshots are damaged
     python -m lab.faults.lost_nodes --beside_checkpoints   each round again without snapshots, with checkpoints as often
     python -m lab.faults.lost_nodes --by link              the node's link goes down, and its processes go on
 
@@ -15,6 +16,7 @@ import json
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -26,10 +28,13 @@ from pathlib import Path
 from statistics import median
 from typing import Literal, get_args
 
-from gpt.run_folder.files import read_steps
+from gpt.checkpoint.folder import checkpoints
+from gpt.run_folder.files import CHECKPOINTS, read_steps
 from lab.acceptance.child import ROOT, as_options
+from lab.faults.damage import DAMAGES
 from lab.faults.runs import OPTIONS, Steps, logged_steps, prepare_corpus
 from lab.faults.testbed import Node, joined_nodes, testbed_problem
+from zero.state.saved_state import rank_file
 
 NUM_RANKS, SAVE_EVERY, SELDOM = 2, 3, 6
 NEVER = 1000
@@ -112,6 +117,38 @@ class Launch:
                 node.kill_processes()
             else:
                 node.set_link(is_up=False)
+        return self._end_after(lost)
+
+    def damage_snapshots(self, step: int, chance: random.Random) -> tuple[Loss, Source]:
+        """Kill all ranks after a step and damage a rank's file in the newest snapshot, or in all, on each node.
+
+        Return what it has cost, and from what the run has to go on.
+        """
+        self.wait_for_step(step)
+        for agent in self._agents.values():
+            agent.send_signal(signal.SIGSTOP)  # it starts the ranks again only when the files are damaged
+        for node in self.nodes:
+            node.kill_processes(but=self._agents[node.name].pid)
+        found = [checkpoints(self._memory_of(node)) for node in self.nodes]
+        every = sorted({step for on_node in found for step in on_node})
+        damaged = every if chance.random() < 0.5 else every[-1:]
+        file = rank_file(Path(), chance.randrange(NUM_RANKS * len(self.nodes)))
+        for on_node in found:
+            for path in (on_node[step] / file for step in damaged if step in on_node):
+                if path.exists():
+                    chance.choice([*DAMAGES.values()])(path)
+        whole = set.intersection(*map(set, found)).difference(damaged)
+        newest = max(checkpoints(self.run_dir / CHECKPOINTS), default=0)
+        for agent in self._agents.values():
+            agent.send_signal(signal.SIGCONT)
+        return self._end_after([]), "snapshot" if max(whole, default=0) > newest else "checkpoint"
+
+    def _memory_of(self, node: Node) -> Path:
+        """Return the folder of a node's snapshots, as this process sees it."""
+        (folder,) = Path(f"/proc/{self._agents[node.name].pid}/root/dev/shm/zero-gpt").iterdir()
+        return folder
+
+    def _end_after(self, lost: list[Node]) -> Loss:
         died, num_done = time.time(), len(read_steps(self.run_dir))
         names = tuple(node.name for node in lost)
         steps = self.end(names)
@@ -125,16 +162,21 @@ class Launch:
 def lose_nodes(
     number: int, num_lost: int, corpus: Path, folder: Path, source: Source = "snapshot", by: By = "kill"
 ) -> tuple[Loss, str]:
-    """Return what a round has lost, and why that is wrong; "" if it is not. Of two neighbors no snapshot is left."""
+    """Return what a round has lost, and why that is wrong; "" if it is not.
+
+    Of two neighbors no snapshot is left. If no node is lost, snapshots are damaged.
+    """
     this = random.Random(number)
     num_nodes = 3 if num_lost > 1 or by == "link" else 2 + number % 2
     # Stage 1 has blocks of micro-batches for each rank, and 4 blocks cannot be divided over 6 ranks.
     stage = this.choice([1, 2, 3] if num_nodes == 2 else [2, 3])
     settings = SETTINGS | {"data.path": corpus, "zero.stage": stage}
     # What is newer is loaded: without checkpoints it is a snapshot.
-    if num_lost > 1:
+    if num_lost != 1:
         source, every = "checkpoint", SELDOM
         settings["checkpoint.every"] = SELDOM
+        if num_lost == 0:
+            settings["checkpoint.snapshot_every"] = 2  # the older snapshot is newer than the checkpoint, mostly
     elif source == "checkpoint":
         every = settings["checkpoint.every"] = SAVE_EVERY
         settings["checkpoint.snapshot_every"] = 0
@@ -145,7 +187,11 @@ def lose_nodes(
         lost = [nodes[(first + offset) % num_nodes] for offset in range(num_lost)]
         step = this.randrange(1 + every, 16)
         run_dir = folder / f"round-{number}-{source}"
-        found = Launch(nodes, settings, run_dir, 1 if by == "kill" else 2).lose(lost, step, by)
+        launch = Launch(nodes, settings, run_dir, 1 if by == "kill" else 2)
+        if lost:
+            found = launch.lose(lost, step, by)
+        else:
+            found, source = launch.damage_snapshots(step, this)
     wrong = []
     if found.source != source:
         wrong.append(f"went on from a {found.source}")
@@ -164,7 +210,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--first", type=int, default=0, help="number of the first round")
-    parser.add_argument("--lose", type=int, default=1, choices=(1, 2), help="nodes lost at once")
+    parser.add_argument("--lose", type=int, default=1, choices=(0, 1, 2), help="nodes lost at once")
     parser.add_argument("--by", default="kill", choices=get_args(By), help="link: with three nodes")
     parser.add_argument("--beside_checkpoints", action="store_true", help="go on from checkpoints, too")
     options = parser.parse_args()
@@ -188,7 +234,8 @@ def main() -> int:
             num_wrong += bool(wrong)
             seconds[found.source].append(found.seconds)
             repeated = f"{found.num_repeated} steps again, next step after {found.seconds:.1f} s"
-            print(f"{number:>3} {wrong or 'right'}: lost {found.lost}, {found.source}, {repeated}", flush=True)
+            lost = found.lost or "no node"
+            print(f"{number:>3} {wrong or 'right'}: lost {lost}, {found.source}, {repeated}", flush=True)
     for kind, each in seconds.items():
         print(f"{kind}: median of {median(each):.1f} s from death to the next step, {min(each):.1f} to {max(each):.1f}")
     print(f"{num_wrong} of {len(numbers) * len(sources)} wrong")

@@ -36,9 +36,9 @@ class Node:
         script = f"hostname {self.name}; {before}\nexec {shlex.join(words)}"
         return ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "bash", "-ec", script]
 
-    def kill_processes(self) -> None:
+    def kill_processes(self, but: int | None = None) -> None:
         found = subprocess.run(["ip", "netns", "pids", self.namespace], capture_output=True, text=True, check=False)
-        for pid in map(int, found.stdout.split()):
+        for pid in set(map(int, found.stdout.split())) - {but}:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 

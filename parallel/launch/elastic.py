@@ -19,6 +19,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import cache
 from http.client import HTTPException
+from pathlib import Path
 from typing import Any, NoReturn
 from uuid import uuid4
 
@@ -36,7 +37,7 @@ from parallel.launch.membership import (
     next_start,
     start_to_join,
 )
-from parallel.launch.node_facts import Job, NodeFacts, find_facts, find_problems
+from parallel.launch.node_facts import Job, NodeFacts, find_facts, find_problems, marked
 from parallel.launch.preflight import DescribeJob, arguments_only, split_words
 from parallel.launch.route import find_route, resolve
 from parallel.world import EXIT_USER_ERROR, LAUNCH_VARIABLE, exit_with_error
@@ -51,11 +52,13 @@ FindProblem = Callable[[Sequence[str], int, int], str | None]
 
 
 class Ranks:
-    """The ranks of this node in one start, each in a process group of its own."""
+    """The ranks of this node in one start, each in a process group of its own, with a log in the folder `logs`."""
 
-    def __init__(self, start: Record, num_ranks: int, store: tuple[str, int], words: Sequence[str]):
+    def __init__(
+        self, start: Record, num_ranks: int, store: tuple[str, int], words: Sequence[str], logs: Path | None = None
+    ):
         place, world_size = list(start.members).index(start.node), num_ranks * len(start.members)
-        self._processes = []
+        self._processes, self._logs = [], list[subprocess.Popen[bytes]]()
         for local_rank in range(num_ranks):
             variables = {
                 "RANK": place * num_ranks + local_rank,
@@ -70,8 +73,19 @@ class Ranks:
                 LAUNCH_VARIABLE: f"{start.launch} {start.start}",
             }
             environment = os.environ | {name: str(value) for name, value in variables.items()}
+            output = None
+            if logs is not None:
+                logs.mkdir(parents=True, exist_ok=True)
+                copy = ["tee", "-a", str(logs / f"rank_{variables['RANK']}.log")]
+                log = subprocess.Popen(copy, stdin=subprocess.PIPE, start_new_session=True)
+                output = log.stdin
+                self._logs.append(log)
             command = [sys.executable, *words]
-            self._processes.append(subprocess.Popen(command, env=environment, start_new_session=True))
+            self._processes.append(
+                subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
+            )
+            if output is not None:
+                output.close()  # only the rank holds it: the log ends with the rank
 
     def code(self) -> int | None:
         """Return None while the ranks run, 0 after all have ended well, else the exit code of one that has failed."""
@@ -91,7 +105,7 @@ class Ranks:
     def kill(self) -> None:
         """Kill the ranks and wait for their ends: the next ones need their memory and their ports."""
         self.send(signal.SIGKILL)
-        for process in self._processes:
+        for process in (*self._processes, *self._logs):
             process.wait()
 
 
@@ -115,12 +129,15 @@ class Agent:
             raise ConfigError(f"{own.node}: port {port} or {port + 1} cannot be served: {error}") from error
         self._ranks: Ranks | None = None
         self._since = time.monotonic()  # the last change of the state
-        self._said, self._signal = "", 0
+        self._said = ""
+        self._signals: list[int] = []
+        self._num_passed_on = 0  # of the signals, to the ranks
 
     def run(self) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             if signal.getsignal(number) != signal.SIG_IGN:  # a scheduler sends its signals to the ranks as well
-                signal.signal(number, self._on_signal)
+                # Passed on later, because one may come while ranks are being started.
+                signal.signal(number, lambda number, _frame: self._signals.append(number))
         while self._own.state != "ended":
             if self._own.state == "waiting":
                 self._wait()
@@ -128,7 +145,7 @@ class Agent:
                 self._watch()
             time.sleep(POLL_SECONDS)
         self._tell_end()
-        return self._own.code or (128 + self._signal if self._signal else 0)
+        return self._own.code or (128 + self._signals[-1] if self._signals else 0)
 
     @property
     def _own(self) -> Record:
@@ -144,7 +161,7 @@ class Agent:
     def _wait(self) -> None:
         """Join the start that another node leads, lead the next one, or end with the job."""
         found = self._peers.read(self._nodes)
-        if self._signal:
+        if self._signals:
             self._become(state="ended")
         elif ended := end_of_job(self._own, found):
             self._become(state="ended", code=ended.code)
@@ -168,7 +185,10 @@ class Agent:
             self._become(start=start.start, members=start.members, state="ended", code=code)
             return
         try:
-            others = [NodeFacts(**self._peers.facts(node)) for node in start.members if node != self._own.node]
+            with marked(Path(self._own_facts.disk)) as mark:
+                others = [
+                    NodeFacts(**self._peers.facts(node, mark)) for node in start.members if node != self._own.node
+                ]
         except (OSError, HTTPException):
             return  # the node has just been lost: the records are read again
         if problems := find_problems([self._own_facts, *others]) if self._options.check else []:
@@ -188,13 +208,16 @@ class Agent:
         self._start(start)
 
     def _start(self, start: Record) -> None:
-        self._ranks = Ranks(start, self._options.num_ranks, self._stores[next(iter(start.members))], self._words)
+        store = self._stores[next(iter(start.members))]
+        logs = None if self._options.logs == "none" else Path(self._options.logs)
+        self._ranks = Ranks(start, self._options.num_ranks, store, self._words, logs)
         self._peers.own = replace(start, state="running", code=None)
         self._since = time.monotonic()
 
     def _watch(self) -> None:
         """Follow the ranks of this node and the records of the others."""
         assert self._ranks is not None
+        self._pass_on_signals()
         # Read first: the ranks of other nodes end a moment after the failure that ends these.
         code = self._ranks.code()
         found = self._peers.read(self._nodes if self._own.leads else list(self._own.members)[:1])
@@ -221,7 +244,7 @@ class Agent:
     def _finish(self, found: dict[str, Record | None]) -> None:
         """Wait for the ranks of the other nodes; the leader then ends the job, or it goes on to the next start."""
         members = [record for node, record in found.items() if record and node in self._own.members]
-        if any(record.state == "regrouping" for record in members) and not self._signal:
+        if any(record.state == "regrouping" for record in members) and not self._signals:
             if not self._own.leads or all(r.state != "running" for r in members):
                 self._become(state="waiting")
         elif self._own.state == "running":
@@ -245,11 +268,12 @@ class Agent:
         self._become(state="regrouping")
         self._ranks.send(signal.SIGTERM)
 
-    def _on_signal(self, number: int, frame: object) -> None:
-        """Pass the first signal on to the ranks, which save and end; end at once with the second."""
-        if self._ranks is not None:
-            self._ranks.send(signal.SIGKILL if self._signal else signal.SIGTERM)
-        self._signal = number
+    def _pass_on_signals(self) -> None:
+        """Pass the first signal on to the ranks, which save and end; kill them after the second."""
+        assert self._ranks is not None
+        while self._num_passed_on < len(self._signals):
+            self._ranks.send(signal.SIGKILL if self._num_passed_on else signal.SIGTERM)
+            self._num_passed_on += 1
 
     def _tell_end(self) -> None:
         """Serve the record until all other nodes have ended too, or the time is over."""
@@ -290,6 +314,7 @@ def main(
     parser.add_argument("--check", type=int, default=1, choices=(0, 1), help="0: the nodes are not compared")
     parser.add_argument("--grow_after", type=float, default=60.0, help="seconds of a start before nodes are added")
     parser.add_argument("--wait", type=float, default=120.0, help="seconds to wait for nodes")
+    parser.add_argument("--logs", help="folder of the ranks' logs, `none` for no logs; logs in the job's folder")
     own, program = split_words(words)
     options = parser.parse_args(own)
     arguments = program[1:]
@@ -300,6 +325,7 @@ def main(
     if not 1 <= options.min_nodes <= len(names):
         raise ConfigError(f"--min_nodes {options.min_nodes} is not in 1 to {len(names)}, the number of --nodes")
     job: Job = describe_job(arguments, len(names) * options.num_ranks)
+    options.logs = options.logs or ("none" if job.folder == Path() else str(job.folder / "logs"))
     # Asked for whenever nodes come or go; the answer takes a moment.
     problem_on = cache(lambda num_nodes: find_problem(arguments, num_nodes, options.num_ranks))
     limits = Limits(

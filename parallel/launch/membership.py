@@ -18,10 +18,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from http.client import HTTPConnection, HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import quote, unquote
 
 from parallel import watchdog
 
+FACTS = "/facts?"
 REPLY_SECONDS = 2.0  # for which a reply is awaited
 SILENT_SECONDS = 6.0  # after which a node that does not answer is lost; one that refuses connections is lost at once
 
@@ -177,7 +180,11 @@ class Peers:
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                answer = facts | {"clock_seconds": time.time()} if self.path == "/facts" else asdict(peers.own)
+                if self.path.startswith(FACTS):
+                    mark = unquote(self.path.removeprefix(FACTS))
+                    answer = facts | {"clock_seconds": time.time(), "shares_folder": not mark or Path(mark).exists()}
+                else:
+                    answer = asdict(peers.own)
                 body = json.dumps(answer).encode()
                 self.send_response(200)
                 self.send_header("Content-Length", str(len(body)))
@@ -194,13 +201,13 @@ class Peers:
         """Return the records of some nodes, this one's own included if it is among them."""
         return dict(zip(nodes, self._pool.map(self._read, nodes), strict=True))
 
-    def facts(self, node: str) -> Any:
+    def facts(self, node: str, mark: str) -> Any:
         """Return the facts of a node, with the seconds that its clock is ahead, 0 if the reply took longer than that.
 
-        Raises OSError or HTTPException.
+        The node looks for the file `mark`, unless it is empty. Raises OSError or HTTPException.
         """
         asked = time.time()
-        facts = self._get(node, "/facts")
+        facts = self._get(node, f"{FACTS}{quote(mark)}")
         answered = time.time()
         ahead = facts["clock_seconds"] - (asked + answered) / 2
         return facts | {"clock_seconds": ahead if abs(ahead) > answered - asked else 0.0}

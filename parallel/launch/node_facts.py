@@ -8,9 +8,11 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 
@@ -37,7 +39,10 @@ class Job:
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """The facts of one node. `code` and `data` map a file to a digest of its contents, or to "missing"."""
+    """The facts of one node. `code` and `data` map a file to a digest of its contents, or to "missing".
+
+    `shares_folder`: the node sees a file that the first node has just written to the job's folder.
+    """
 
     name: str
     address: str
@@ -51,6 +56,7 @@ class NodeFacts:
     disk_bytes_per_second: float
     disk_error: str = ""
     clock_seconds: float = 0.0  # ahead of the first node's clock
+    shares_folder: bool = True
 
     def has_name(self, name: str) -> bool:
         return name in (self.name, self.name.split(".")[0], self.address)
@@ -77,6 +83,22 @@ def find_facts(job: Job, address: str = "") -> NodeFacts:
         disk_bytes_per_second=rate,
         disk_error=error,
     )
+
+
+@contextmanager
+def marked(folder: Path) -> Iterator[str]:
+    """Keep a file in the folder, for other nodes to look for; yield its path, empty if the folder cannot be written."""
+    mark = _nearest_existing(folder) / f".preflight-{uuid4().hex}"
+    try:
+        mark.touch()
+    except OSError:  # a problem of its own, which the facts name
+        yield ""
+        return
+    try:
+        yield str(mark)
+    finally:
+        with suppress(OSError):
+            mark.unlink()
 
 
 def find_problems(nodes: Sequence[NodeFacts]) -> list[str]:
@@ -114,6 +136,10 @@ def _disk_problems(nodes: Sequence[NodeFacts]) -> list[str]:
         rate = node.disk_bytes_per_second
         if node.disk_error:
             problems.append(f"{node.name}: {node.disk} cannot be written: {node.disk_error}")
+        elif not node.shares_folder:
+            problems.append(
+                f"{node.name}: {node.disk} is not the disk of {nodes[0].name}; choose a folder that all nodes share"
+            )
         elif node.free_bytes < MIN_FREE_BYTES:
             problems.append(f"{node.name}: {node.disk} is nearly full: {node.free_bytes / 1e9:.2f} GB are free")
         elif rate < least:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from parallel.errors import ConfigError
-from parallel.launch.node_facts import Job, find_facts
+from parallel.launch.node_facts import Job, find_facts, marked
 from parallel.launch.roll_call import collect_facts, connect, report_facts
 from parallel.launch.route import find_route, resolve
 from parallel.store import shared_store
@@ -38,7 +38,8 @@ def check_nodes(options: argparse.Namespace, job: Job) -> None:
             raise ConfigError(f"{facts.name}: the preflight has found problems; the first node prints them")
         return
     names = [name for name in options.names.split(",") if name]
-    nodes, problems = collect_facts(store, facts, options.nodes, names, options.wait)
+    with marked(job.folder) as mark:
+        nodes, problems = collect_facts(store, facts, options.nodes, names, options.wait, mark)
     if problems:
         raise ConfigError("preflight: " + "\n  ".join(problems))
     number = "1 node is ready" if len(nodes) == 1 else f"{len(nodes)} nodes are alike"
@@ -71,7 +72,10 @@ def split_words(words: Sequence[str]) -> tuple[Sequence[str], list[str]]:
 
 
 def main(words: Sequence[str], describe_job: DescribeJob = arguments_only) -> None:
-    """Run the preflight. `words` are its options, and after `--` the arguments of the program. Raises ConfigError."""
+    """Run the preflight, and print the job's folder. Raises ConfigError.
+
+    `words` are the preflight's options, and after `--` the arguments of the program.
+    """
     parser = argparse.ArgumentParser(prog="python -m parallel.launch.preflight", description=__doc__)
     add_arguments(parser)
     parser.add_argument("--nodes", type=int, default=1, help="nodes of the job")
@@ -80,7 +84,9 @@ def main(words: Sequence[str], describe_job: DescribeJob = arguments_only) -> No
     parser.add_argument("--names", default="", help="names of the nodes, so that a missing one can be named")
     own, arguments = split_words(words)
     options = parser.parse_args(own)
-    check_nodes(options, describe_job(arguments, options.num_ranks))
+    job = describe_job(arguments, options.num_ranks)
+    check_nodes(options, job)
+    sys.stdout.write(f"{job.folder}\n")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -49,6 +50,8 @@ def report_facts(store: dist.Store, facts: NodeFacts, num_nodes: int, wait_secon
     try:
         # The clocks are compared before the facts are set: as soon as it has all facts, the first node stops replying.
         facts = replace(facts, clock_seconds=_clock_difference(store, number))
+        mark = store.get("nodes/mark").decode()
+        facts = replace(facts, shares_folder=not mark or Path(mark).exists())
         store.set(f"nodes/facts/{number}", json.dumps(asdict(facts)))
         store.wait(["nodes/verdict"], timedelta(seconds=2 * wait_seconds))
         return json.loads(store.get("nodes/verdict"))
@@ -61,12 +64,13 @@ def report_facts(store: dist.Store, facts: NodeFacts, num_nodes: int, wait_secon
 
 
 def collect_facts(
-    store: dist.Store, facts: NodeFacts, num_nodes: int, names: Sequence[str], wait_seconds: float
+    store: dist.Store, facts: NodeFacts, num_nodes: int, names: Sequence[str], wait_seconds: float, mark: str = ""
 ) -> tuple[list[NodeFacts], list[str]]:
     """Serve the other nodes, and return (the facts of all nodes that reported, the problems). For the first node.
 
-    Returns when all other nodes have read the verdict.
+    The other nodes look for the file `mark`, unless it is empty. Returns when all of them have read the verdict.
     """
+    store.set("nodes/mark", mark)
     found, num_replies = {0: facts}, [0] * num_nodes
     deadline = time.monotonic() + wait_seconds
     while len(found) < num_nodes and time.monotonic() < deadline:

@@ -62,6 +62,7 @@ class GroupedHeads(nn.Module):
         super().__init__()
         axis = self.axis = tokens.axis
         self.tokens, self.head_dim = tokens, head_dim
+        self.rows_of_head = 2 * head_dim  # of keys and values: those that a rank applies of a weight that ranks share
         is_shared = axis.size > num_kv_heads and axis.size % num_kv_heads == 0
         self.ranks_per_head = axis.size // num_kv_heads if is_shared else 1
         own_kv_heads = num_kv_heads if is_shared else part_of(num_kv_heads, axis, "the number of heads of keys")
@@ -83,5 +84,5 @@ class GroupedHeads(nn.Module):
         """Return the rows that this rank applies."""
         if self.ranks_per_head == 1:
             return of_keys_and_values
-        num_rows = 2 * self.head_dim
-        return of_keys_and_values[self.axis.rank // self.ranks_per_head * num_rows :][:num_rows]
+        first = self.axis.rank // self.ranks_per_head * self.rows_of_head
+        return of_keys_and_values[first:][: self.rows_of_head]

@@ -3,6 +3,9 @@
 #
 #   HOSTS=hosts.txt scripts/launch/hostfile.sh --config configs/quickstart.yaml --run.dir /shared/runs/first
 #
+# Variables of the environment whose names begin with NCCL_, HF_ or WANDB_ are passed to the nodes, and those that
+# PASS="NAME NAME" names, but no key, token, secret or password.
+#
 # hosts.txt has one host a line. All nodes connect to the first one, where RDZV_PORT (29500) and the port after it must
 # be free. Every node must have this folder at the same path. The exit code is that of the first node that failed. With
 # MIN_NODES=1 the run goes on without nodes that are lost; the exit code is that of the last node, and the two ports must
@@ -25,8 +28,11 @@ settings="NNODES=${#hosts[@]} RDZV=${hosts[0]}:${RDZV_PORT:-29500} NODE_NAMES=$(
     IFS=,
     echo "${hosts[*]}"
 )"
-for name in RANKS_PER_NODE MIN_NODES MAX_RESTARTS CHECK PREFLIGHT_SECONDS PYTHON OMP_NUM_THREADS RDZV_ID; do
-    [[ -z ${!name:-} ]] || settings+=" $name=$(printf %q "${!name}")"
+names=(RANKS_PER_NODE MIN_NODES MAX_RESTARTS CHECK PREFLIGHT_SECONDS LOGS HEALTH PYTHON OMP_NUM_THREADS RDZV_ID)
+read -ra more <<<"${PASS:-}"
+for name in "${names[@]}" "${!NCCL_@}" "${!HF_@}" "${!WANDB_@}" "${more[@]}"; do
+    # Keys would be visible among the processes and in the output of every node.
+    [[ -z ${!name:-} || $name =~ KEY|TOKEN|SECRET|PASSWORD ]] || settings+=" $name=$(printf %q "${!name}")"
 done
 command="cd $(printf %q "$PWD") && exec env $settings scripts/launch/torchrun.sh$(printf ' %q' "$@")"
 

@@ -11,6 +11,8 @@
 #   MIN_NODES          goes on without nodes that are lost, on at least so many; NODE_NAMES has the names of all
 #   CHECK              0 skips the checks before the start
 #   PREFLIGHT_SECONDS  time that these wait for the other nodes (120)
+#   HEALTH             1 measures all devices and links first, for about a minute, and names what is slow or computes wrong
+#   LOGS               folder for a log of each rank (run.dir/logs, if there are several nodes or no terminal); none: no logs
 #
 # The exit code is that of the rank that failed first.
 set -euo pipefail
@@ -25,20 +27,32 @@ ranks=${RANKS_PER_NODE:-$((num_gpus > 0 ? num_gpus : 2))}
 
 source scripts/launch/environment.sh
 
+launch=("$python" -m parallel.launch --nnodes="$nnodes" --nproc-per-node="$ranks" --rdzv-backend=c10d
+    --rdzv-endpoint="$rdzv" --rdzv-conf="is_host=$is_host" --local-addr="$local_address")
+
+# Measure all devices and links, by all ranks. If the run can go on without nodes, those that are at fault are left out.
+if [[ ${HEALTH:-0} == 1 ]]; then
+    left=$("${launch[@]}" --rdzv-id=health -m lab.measure.health ${MIN_NODES:+--nodes "$NODE_NAMES"})
+    [[ -z ${MIN_NODES:-} || -n $left ]] || exit 0
+    NODE_NAMES=${left:-${NODE_NAMES:-}}
+fi
+
 # After the loss of a node, the agents of the others start their ranks again. They compare the nodes before each start.
 if [[ -n ${MIN_NODES:-} ]]; then
     command=("$python" -m gpt.elastic --nodes "${NODE_NAMES:?names of all nodes, separated by commas}"
         --port "${rdzv##*:}" --num_ranks "$ranks" --min_nodes "$MIN_NODES" --max_restarts "${MAX_RESTARTS:-3}"
-        --check "${CHECK:-1}" --wait "${PREFLIGHT_SECONDS:-120}" -- pretrain_gpt.py "$@")
+        --check "${CHECK:-1}" --wait "${PREFLIGHT_SECONDS:-120}" ${LOGS:+--logs "$LOGS"} -- pretrain_gpt.py "$@")
     if [[ -n ${SLURM_JOB_ID:-} ]]; then trap '' USR1 TERM; fi # as below
     echo "+ ${command[*]}" >&2
     exec "${command[@]}"
 fi
 
 # Check that all nodes are present, with the same code, data and settings, with clocks that agree and disks that work.
+logs=${LOGS:-}
 if [[ ${CHECK:-1} == 1 ]]; then
-    "$python" -m gpt.preflight --nodes "$nnodes" --num_ranks "$((nnodes * ranks))" \
-        --meet "${rdzv%:*}:$((${rdzv##*:} + 1))" --names "${NODE_NAMES:-}" --wait "${PREFLIGHT_SECONDS:-120}" -- "$@"
+    folder=$("$python" -m gpt.preflight --nodes "$nnodes" --num_ranks "$((nnodes * ranks))" \
+        --meet "${rdzv%:*}:$((${rdzv##*:} + 1))" --names "${NODE_NAMES:-}" --wait "${PREFLIGHT_SECONDS:-120}" -- "$@")
+    if [[ -z $logs && -n $folder && ($nnodes -gt 1 || ! -t 1) ]]; then logs=$folder/logs; fi
 fi
 
 # A scheduler sends its warnings (USR1, TERM) to every process of the job, and the ranks then save and exit. torchrun
@@ -49,8 +63,10 @@ if [[ -n ${SLURM_JOB_ID:-} ]]; then
     signals=SIGINT
 fi
 
-command=("$python" -m parallel.launch --nnodes="$nnodes" --nproc-per-node="$ranks" --max-restarts="${MAX_RESTARTS:-0}"
-    --rdzv-backend=c10d --rdzv-endpoint="$rdzv" --rdzv-id="${RDZV_ID:-train}" --rdzv-conf="is_host=$is_host"
-    --local-addr="$local_address" --signals-to-handle="$signals" pretrain_gpt.py "$@")
+command=("${launch[@]}" --max-restarts="${MAX_RESTARTS:-0}" --rdzv-id="${RDZV_ID:-train}" --signals-to-handle="$signals")
+if [[ -n $logs && $logs != none ]]; then
+    command+=(--tee=3 --log-dir="$logs/$(hostname)")
+fi
+command+=(pretrain_gpt.py "$@")
 echo "+ ${command[*]}" >&2
 exec "${command[@]}"

@@ -79,6 +79,7 @@ ERRORS = {
 }
 # Commands that are not run, with the reason.
 NOT_RUN = {
+    "bash scripts/jsonl_to_scores.sh": "installs lm-evaluation-harness",
     "python -m lab.faults.two_nodes": "needs network namespaces; test_two_nodes.py does the same",
     "python -m lab.bench.slow_link": "needs network namespaces, and minutes on an idle machine",
     "python -m lab.bench.two_levels": "needs network namespaces; test_two_nodes.py does the same",

@@ -9,7 +9,7 @@ from transformers import GPT2LMHeadModel
 
 from data.errors import DataError
 from data.tokenizer import load_tokenizer
-from gpt.evaluate import Score, evaluate_text, undo_wikitext, windows
+from gpt.evaluate import Score, evaluate_model, undo_wikitext, windows
 from lab.faults.runs import prepare_corpus
 from parallel.errors import ConfigError
 from tests.end_to_end.runs import TINY_MODEL, options, run_on_rank
@@ -54,7 +54,7 @@ def scored_by_transformers(folder: Path, stride: int) -> float:
 def test_ranks_find_the_perplexity_of_one_process(trained, is_exported, stride, stage, tensor_size):
     own = [f"--stride={stride}"] + [f"--weights={trained}/run/{WEIGHTS}"] * is_exported
     arguments = arguments_of(trained, *own, stage=stage, tensor_size=tensor_size)
-    found = run_ranks(2, evaluate_text, arguments, init_process_group=False)
+    found = run_ranks(2, evaluate_model, arguments, init_process_group=False)
     expected = scored_by_transformers(trained, stride)
     num_tokens = len(load_tokenizer(trained / "corpus").encode(TEXT))
     assert found == [Score(pytest.approx(expected, rel=1e-5), num_tokens, len(TEXT.split()))] * 2
@@ -76,7 +76,7 @@ def test_wikitexts_spaces_are_undone_and_its_line_ends_count_as_words(trained, t
     assert undo_wikitext(text) == '\n = Robert =\n\n It cost $3,000 (1.5%), a well-known play\'s "price".\n'
     (tmp_path / "wiki").write_text(text)
     arguments = ["--source", str(tmp_path / "wiki"), "--wikitext", *arguments_of(trained)[2:]]
-    (found,) = run_ranks(1, evaluate_text, arguments, init_process_group=False)
+    (found,) = run_ranks(1, evaluate_model, arguments, init_process_group=False)
     assert found.num_words == len(text.split()) + 4
 
 
@@ -92,4 +92,4 @@ def test_what_cannot_be_evaluated_is_refused(trained, tmp_path, monkeypatch, own
     monkeypatch.chdir(tmp_path)
     Path("empty.txt").write_text("\n")
     with pytest.raises(error, match=message):
-        evaluate_text([*arguments_of(trained), *own])
+        evaluate_model([*arguments_of(trained), *own])

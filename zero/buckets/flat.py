@@ -178,6 +178,12 @@ class FlatParameters:
         self._is_exact = False
         return {bucket: bucket.params.all_gather(exact=False) for bucket in buckets}
 
+    def publish_loaded(self) -> None:
+        """Send owned values that were loaded, exactly, and wait for them."""
+        for bucket in self.buckets:
+            bucket.params.all_gather_updated().wait()
+        self._is_exact = True
+
     def stretches(self, elements: range) -> Iterator[Stretch]:
         """Iterate over the parts of parameters in a range of the buffer."""
         return (Stretch(self._param_of[span], span, own) for span, own in self.layout.spans_in(elements))

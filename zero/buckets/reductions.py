@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from parallel.mesh import Axis, Work
 from zero.buckets.bucket import Bucket, GradShard, Held
 from zero.buckets.full_gradients import scale_into
-from zero.buckets.leaf_blocks import BlockSums, LeafOrder
+from zero.buckets.leaf_blocks import LeafOrder
 from zero.memory.placement import Offload, Placement
 from zero.memory.staging import StagingPool
 from zero.memory.streams import SideStream
@@ -171,7 +171,7 @@ class Reductions:
             if grads.held is Held.SUM:
                 self._offload.to_accelerator(grads.group_shard, out=total).wait()
         if grads.persists:
-            grads.accumulate(BlockSums(terms.unbind()).pop_total(), total, 1.0, adds=False)
+            grads.accumulate(self.leaves.total(terms), total, 1.0, adds=False)
         else:
             self._add_in_order(grads, terms, total)
         if is_last:
@@ -197,7 +197,7 @@ class Reductions:
         """Add the sums of groups along the tree: each rank a part of the shard, which it owns or sends to replicas."""
         outer = self.levels.outer
         part = total.chunk(outer.size)[outer.rank]
-        outer.exchange(total, lambda terms: part.copy_(BlockSums(terms.unbind()).pop_total())).wait()
+        outer.exchange(total, lambda sums: part.copy_(self.leaves.total(sums))).wait()
         if self.levels.num_parts == 1:
             outer.all_gather(part, out=total).wait()
 

@@ -53,8 +53,8 @@ def _exact(scales: Tensor, _tensor_amax: Tensor, _largest: float) -> Tensor:
 
 def _power_of_two(scales: Tensor, _tensor_amax: Tensor, largest: float) -> Tensor:
     """Round as OCP's MX formats: the exponent of the largest element less that of the largest code."""
-    exponents = (scales * largest).log2().floor() - math.floor(math.log2(largest))
-    return exponents.clamp(-127, 127).exp2()
+    exponents = (scales * largest).frexp().exponent - math.frexp(largest)[1]  # no device rounds these, as log2 does
+    return torch.where(scales.isfinite(), exponents.clamp(-127, 127).to(scales.dtype).exp2(), scales)
 
 
 def _in_e4m3(scales: Tensor, tensor_amax: Tensor, largest: float) -> Tensor:
@@ -103,8 +103,12 @@ class Scaled(NamedTuple):
 
 
 def scale_of(amax: Tensor, largest: float = LARGEST["e4m3"]) -> Tensor:
-    """Return the scales with which largest magnitudes become the largest code; NaN if a magnitude is not finite."""
-    scales = torch.where(amax == 0, torch.ones_like(amax), amax.clamp(min=SMALLEST_NORMAL) / largest)
+    """Return the scales with which largest magnitudes become the largest code; NaN if a magnitude is not finite.
+
+    They are normal numbers: a kernel may take a subnormal one for zero, and its reciprocal overflows. Values below the
+    smallest normal number times `largest` get smaller codes instead.
+    """
+    scales = torch.where(amax == 0, torch.ones_like(amax), (amax / largest).clamp(min=SMALLEST_NORMAL))
     return torch.where(amax.isfinite(), scales, torch.full_like(scales, math.nan))
 
 

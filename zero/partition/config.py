@@ -68,6 +68,9 @@ class ZeroConfig:
     that keep full gradients (stages 0 and 1, accumulate=local), or else groups of ranks, have as many blocks each, a
     power of two; one group of ranks takes any number. With
     train.reproducible=layout, train.reproducible_blocks sets this."""
+    leaf_parts: Positive = 1
+    """With sum_over_ranks=leaves: the neighboring ranks that compute a part of each micro-batch. Full gradients that
+    are kept are added part by part. With train.reproducible=layout, parallel.context_size sets this."""
     prefetch_numel: NonNegative | None = None
     """If parameters are partitioned: the number of elements of the next units that are gathered ahead; 0: none; null:
     those of the next unit."""
@@ -105,7 +108,12 @@ class ZeroConfig:
         optimizer = Division.ALL if over_all else row.optimizer
         is_local, adds_leaves = self.accumulate == "local", self.sum_over_ranks == "leaves"
         return replace(
-            row, optimizer=optimizer, keeps_full_grads=is_local, adds_leaves=adds_leaves, owned_grads=owned_grads
+            row,
+            optimizer=optimizer,
+            keeps_full_grads=is_local,
+            adds_leaves=adds_leaves,
+            leaf_parts=self.leaf_parts,
+            owned_grads=owned_grads,
         )
 
     def gradient_types(self, parameter: torch.dtype, *, accumulates: bool = True) -> GradientTypes:

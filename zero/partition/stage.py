@@ -72,6 +72,8 @@ class ShardingPolicy:
     """True if full gradients are kept in each case, and reduced once a step."""
     adds_leaves: bool = False
     """True if the gradients of the micro-batches of all ranks are added in an order that no number of ranks changes."""
+    leaf_parts: int = 1
+    """The number of neighboring ranks that compute a part of each micro-batch."""
     owned_grads: Lifetime = Lifetime.PERSISTENT
     """Used if full gradients are transient: the lifetime of owned gradients on the accelerator and of the staging pool.
     PERSISTENT allocates both once (M_D, section 6.3); TRANSIENT frees the pool after backward, and owned gradients
@@ -106,11 +108,13 @@ class ShardingPolicy:
     def num_adding_units(self, group_size: int, num_groups: int) -> int:
         """Return the number of units, ranks or groups of them, that each add up consecutive micro-batches of a step.
 
-        It is 1 unless the order of micro-batches is fixed: then any rank may have any of them.
+        It is 1 unless the order of micro-batches is fixed: then any rank may have any of them. Ranks that keep full
+        gradients of parts of the same micro-batches are one unit.
         """
         if not self.adds_leaves:
             return 1
-        return num_groups * (group_size if self.full_grads is Lifetime.PERSISTENT else 1)
+        is_kept = self.full_grads is Lifetime.PERSISTENT
+        return num_groups * group_size // self.leaf_parts if is_kept else num_groups
 
     def compared_axis(self, data: Axis) -> Axis:
         """Return the axis of the ranks that must run the same micro-batches: none if only a step communicates."""

@@ -70,7 +70,7 @@ def load_owned_state(model: ZeroDataParallel, optimizer: ZeroOptimizer, saved: S
                 _load_optimizer_state(optimizer, flat, bucket, saved, tensor)
             _load_weights(flat, bucket, saved, tensor)
             bucket.params.owned.copy_(bucket.master)  # returns early if both are the same memory
-            bucket.params.all_gather_updated().wait()
+        flat.publish_loaded()
     model.measure_weights()
     saved.load_by_name(optimizer.matrices.states())
 

@@ -185,7 +185,7 @@ def test_each_of_many_faults_is_named_with_its_rank(case, record_property):
 
 
 def errors_without_faults(num_steps: int, options: tuple[str, ...] = (*GPT2, S1)) -> set[str]:
-    outcomes = run_ranks(4, audit, options, [None] * num_steps)
+    outcomes = run_ranks(4, audit, options, [None] * num_steps, timeout_seconds=3600)  # a second a step, if busy
     return {error for of_rank in outcomes for _, error in of_rank}
 
 

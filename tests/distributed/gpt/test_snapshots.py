@@ -16,6 +16,7 @@ from gpt.checkpoint import snapshots
 from gpt.checkpoint.layout import Progress
 from gpt.checkpoint.snapshots import Snapshots
 from gpt.settings.run import CheckpointSettings
+from lab.faults.damage import cut_off, flip_bit
 from tests.distributed.gpt.test_checkpoint_layouts import GLOBAL_BATCH, LayoutCase, build, train
 from tests.ranks import run_ranks
 
@@ -76,21 +77,25 @@ def lose(*nodes: int) -> Callable[[Path], None]:
     return lambda folder: [shutil.rmtree(folder / f"node{node}") for node in nodes] and None
 
 
-def damage(*files: str) -> Callable[[Path], None]:
-    """Change the last byte of files NODE/STEP/NAME."""
+def damage(how: Callable[[Path], object], *names: str) -> Callable[[Path], None]:
+    """Damage files NODE/STEP/NAME, or whole generations NODE/STEP."""
 
     def change(folder: Path) -> None:
-        for name in files:
-            node, step, file = name.split("/")
-            path = folder_of(folder, int(node)) / f"step-{int(step):08d}" / file
-            content = path.read_bytes()
-            path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        for name in names:
+            node, step, *file = name.split("/")
+            how(folder_of(folder, int(node)).joinpath(f"step-{int(step):08d}", *file))
 
     return change
 
 
-RANK2 = "rank-00002.safetensors"
+def both(*losses: Callable[[Path], None]) -> Callable[[Path], None]:
+    return lambda folder: [loss(folder) for loss in losses] and None
+
+
+RANK2, LAYOUT = "rank-00002.safetensors", "layout.json"
 THREE = LayoutCase(2, data=4)  # on three nodes: ranks 0 and 1, 2 with a copy on the last node, and 3
+DROPOUT = replace(THREE, model=replace(THREE.model, dropout=0.1))
+ON_NODE, AT_PEER, OLDER = f"1/4/{RANK2}", f"2/4/{RANK2}", (f"1/2/{RANK2}", f"2/2/{RANK2}")
 FOUR = LayoutCase(3, data=2, tensor=2)
 
 
@@ -102,26 +107,44 @@ def run_with_loss(
     return undisturbed, run_ranks(later[0].num_ranks, resumed, later[0], folder, later[1], timeout_seconds=40)
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
+    """The folder of a run that each test damages in its own way, and its losses."""
+    folder = tmp_path_factory.mktemp("snapshots")
+    losses = run_ranks(4, saved, DROPOUT, folder, 3, timeout_seconds=40)[0]
+    shutil.copytree(folder, folder.with_name("intact"))
+    return folder, losses
+
+
 @pytest.mark.parametrize(
     ("loss", "step", "warning"),
     [
         (lose(), 4, ""),
         (lose(0), 4, ""),
         (lose(2), 4, ""),
-        (damage(f"1/4/{RANK2}"), 4, ""),
-        (damage("0/4/layout.json"), 4, ""),
-        (damage(f"1/4/{RANK2}", f"2/4/{RANK2}"), 2, f"snapshot of step 4 is not used: .*{RANK2} is damaged"),
-        (lose(0, 1), 0, "snapshot of step [24] is not used: no node has the file of rank 0, 1"),
+        (damage(flip_bit, ON_NODE, f"0/4/{LAYOUT}"), 4, ""),
+        (damage(cut_off, AT_PEER, f"2/4/{LAYOUT}"), 4, ""),
+        (damage(Path.unlink, ON_NODE, f"0/4/{LAYOUT}"), 4, ""),
+        (damage(shutil.rmtree, "1/4"), 4, ""),
+        (damage(flip_bit, ON_NODE, AT_PEER), 2, f"of step 4 is not used: .*{RANK2} is damaged"),
+        (both(damage(cut_off, ON_NODE), damage(Path.unlink, AT_PEER)), 2, f"of step 4 is not used: .*{RANK2}"),
+        (damage(shutil.rmtree, "1/4", "2/4"), 2, "of step 4 is not used: no node has the file of rank 2"),
+        (damage(cut_off, *(f"{node}/4/{LAYOUT}" for node in range(3))), 2, "of step 4 is not used: .*layout.json"),
+        (damage(flip_bit, ON_NODE, AT_PEER, *OLDER), 0, f"of step [24] is not used: .*{RANK2} is damaged"),
+        (lose(0, 1), 0, "of step [24] is not used: no node has the file of rank 0, 1"),
         (lose(0, 1, 2), 0, ""),
     ],
 )
 def test_a_run_goes_on_with_the_same_bits_after_a_loss(
-    tmp_path: Path, loss: Callable[[Path], None], step: int, warning: str
+    undisturbed: tuple[Path, list[float]], loss: Callable[[Path], None], step: int, warning: str
 ):
-    dropout = replace(THREE, model=replace(THREE.model, dropout=0.1))
-    undisturbed, found = run_with_loss(tmp_path, dropout, 3, loss, (dropout, 3))
+    folder, losses = undisturbed
+    shutil.rmtree(folder)
+    shutil.copytree(folder.with_name("intact"), folder)
+    loss(folder)
+    found = run_ranks(4, resumed, DROPOUT, folder, 3, timeout_seconds=40)
     assert [resumed.step for resumed in found] == [step] * 4
-    assert found[0].losses == (undisturbed[step:] if step else [])
+    assert found[0].losses == (losses[step:] if step else [])
     assert len(found[0].warnings) == (0 if not warning else 1 if step else 2)
     for message in found[0].warnings:
         assert re.search(warning, message)
@@ -149,7 +172,7 @@ def test_a_node_has_its_files_and_its_partners_of_two_generations_and_a_resume_l
     tmp_path: Path,
 ):
     run_with_loss(tmp_path, FOUR, 2, lose(), (FOUR, 2))
-    whole = ["layout.json", *(f"rank-{rank:05d}.safetensors" for rank in range(4))]
+    whole = [LAYOUT, *(f"rank-{rank:05d}.safetensors" for rank in range(4))]
     for node in range(2):
         assert [name for name in names(tmp_path, node) if "latest" not in name] == [
             f"step-{step:08d}/{name}" for step in (2, 4) for name in whole

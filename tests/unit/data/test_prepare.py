@@ -18,16 +18,18 @@ import pytest
 from datasets import Dataset, DatasetDict
 from filelock import FileLock
 from pyarrow import parquet
-from rich.progress import Progress
+from rich.progress import Progress as ProgressBar
+from tokenizers import Tokenizer as Backend
+from tokenizers import processors
 
 from data.chosen_tokenizers import train_tokenizer
 from data.encode import Encoded, encode_in_order
 from data.errors import DataError
 from data.indexed import IndexedDataset
-from data.prepare import _progress, main
+from data.prepare import _shown_progress, main
 from data.sidecar import Sidecar
 from data.sources import Document, Source, text_of
-from data.staging import reserved
+from data.staging import Progress, reserved
 from data.tokenizer import load_tokenizer
 from tests.programs import files_of_at_most
 
@@ -87,6 +89,7 @@ def test_files_of_every_kind_in_one_directory_become_one_corpus(tmp_path, capsys
     assert Sidecar.load(prefix) == Sidecar(
         vocab_size=280,
         eod=0,
+        empty=4,
         tokenizer="trained",
         documents=20,
         tokens=IndexedDataset(prefix).num_tokens,
@@ -96,7 +99,105 @@ def test_files_of_every_kind_in_one_directory_become_one_corpus(tmp_path, capsys
         },
     )
     num_tokens = IndexedDataset(prefix).num_tokens
-    assert capsys.readouterr().out == f"{prefix}: 20 documents, {num_tokens:,} tokens, vocabulary 280\n"
+    assert (
+        capsys.readouterr().out
+        == f"{prefix}: 20 documents (4 empty ones left out), {num_tokens:,} tokens, vocabulary 280\n"
+    )
+
+
+def test_wrong_documents_are_listed_in_a_file_if_errors_are_skipped(tmp_path, capsys, tokenizer_file):
+    lines = [json.dumps({"text": TEXTS[0]}), "{broken", '{"text": 1}', json.dumps({"text": TEXTS[1]}), '{"text": null}']
+    (tmp_path / "a.jsonl").write_bytes("\n".join(lines).encode() + b'\n{"text": "\xff"}\n\n')
+    output = tmp_path / "corpus"
+    arguments = ("--source", tmp_path / "a.jsonl", "--output", output, "--workers", "1")
+    assert "a.jsonl:2 is not JSON" in _error_of(capsys, *arguments, "--tokenizer", tokenizer_file)
+    for tokenizer in (["--tokenizer", tokenizer_file], ["--train_vocab_size", "258"], ["--characters"]):
+        main([*map(str, arguments), *tokenizer, "--on_error", "skip", "--overwrite"])
+        assert _documents(output) == TEXTS[:2]
+        rejected = [json.loads(line) for line in Path(f"{output}.rejected.jsonl").read_text().splitlines()]
+        assert [found["place"] for found in rejected] == [f"{tmp_path}/a.jsonl:{line}" for line in (2, 3, 6)]
+        assert [found["text"] for found in rejected] == ["{broken\n", '{"text": 1}\n', '{"text": "\\xff"}\n']
+        assert "not JSON" in rejected[0]["reason"]
+        assert f"2 documents (2 empty ones left out, 3 rejected ({output}.rejected.jsonl))" in capsys.readouterr().out
+    (tmp_path / "a.jsonl").write_text(lines[0])
+    main([*map(str, arguments), "--characters", "--overwrite"])
+    assert not Path(f"{output}.rejected.jsonl").exists(), "it is that of another corpus"
+
+
+@pytest.mark.parametrize("batches_between_saves", [1, 2, 100], ids=["each batch", "each second", "at the error"])
+def test_a_preparation_that_was_ended_goes_on_where_its_progress_was_saved(
+    tmp_path, monkeypatch, capsys, tokenizer_file, batches_between_saves
+):
+    monkeypatch.setattr("data.encode.BATCH_BYTES", 300)
+    monkeypatch.setattr("data.prepare.BATCHES_BETWEEN_SAVES", batches_between_saves)
+    rows = [*TEXTS[:5], None, *TEXTS[5:30]]
+    (tmp_path / "a.jsonl").write_text(_json_lines(rows) + "broken\n" + _json_lines(TEXTS[30:]))
+    outputs = [tmp_path / name / "corpus" for name in ("whole", "ended")]
+    arguments = [["--source", str(tmp_path / "a.jsonl"), "--output", str(output)] for output in outputs]
+    arguments = [[*own, "--tokenizer", tokenizer_file, "--workers", "1"] for own in arguments]
+    main([*arguments[0], "--on_error", "skip"])
+    _error_of(capsys, *arguments[1])
+    assert not Path(f"{outputs[1]}.idx").exists()
+    num_read = []
+
+    def encode(encoder, documents, num_workers):
+        batches = encode_in_order(encoder, documents, num_workers)
+        for encoded in batches:
+            num_read.append(encoded.num_read)
+            yield encoded
+
+    monkeypatch.setattr("data.prepare.encode_in_order", encode)
+    main([*arguments[1], "--on_error", "skip"])
+    assert 0 < sum(num_read) < len(TEXTS) + 2 - 20
+    assert f"goes on after {len(TEXTS) + 2 - sum(num_read)} documents" in capsys.readouterr().err
+    for suffix in (*SUFFIXES, ".rejected.jsonl"):
+        assert Path(f"{outputs[0]}{suffix}").read_bytes() == Path(f"{outputs[1]}{suffix}").read_bytes()
+    assert len(list(outputs[1].parent.iterdir())) == len(SUFFIXES) + 1
+
+
+def test_progress_of_other_documents_is_not_continued(tmp_path, monkeypatch, capsys, tokenizer_file):
+    monkeypatch.setattr("data.encode.BATCH_BYTES", 300)
+    arguments = ["--source", str(tmp_path / "a.jsonl"), "--output", str(tmp_path / "corpus"), "--workers", "1"]
+    arguments += ["--tokenizer", tokenizer_file]
+    (tmp_path / "a.jsonl").write_text(_json_lines(TEXTS) + "broken")
+    _error_of(capsys, *arguments)
+    (tmp_path / "a.jsonl").write_text(_json_lines(TEXTS[::-1]))
+    main(arguments)
+    assert _documents(tmp_path / "corpus") == TEXTS[::-1]
+
+
+def test_a_tokenizer_alone_is_written_and_named_by_its_prefix(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text(TEXTS[0])
+    arguments = ["--source", str(tmp_path / "a.txt"), "--output"]
+    main([*arguments, str(tmp_path / "words"), "--train_vocab_size", "258", "--tokenizer_only"])
+    assert [path.name for path in tmp_path.glob("words*")] == ["words.tokenizer.json"]
+    assert capsys.readouterr().out == f"{tmp_path / 'words'}: a tokenizer, vocabulary 258\n"
+    main([*arguments, str(tmp_path / "one"), "--tokenizer", str(tmp_path / "words")])
+    main([*arguments, str(tmp_path / "two"), "--tokenizer", str(tmp_path / "one")])
+    files = [Path(f"{tmp_path / name}.tokenizer.json").read_bytes() for name in ("words", "one", "two")]
+    assert files == [files[0]] * 3
+
+
+def test_documents_begin_with_the_token_that_the_tokenizer_puts_before_a_text(tmp_path, tokenizer_file):
+    backend = Backend.from_file(tokenizer_file)
+    backend.add_special_tokens(["<s>"])
+    backend.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 300)])
+    folder = tmp_path / "family"
+    folder.mkdir()
+    backend.save(str(folder / "tokenizer.json"))
+    (tmp_path / "a.jsonl").write_text(_json_lines(TEXTS[:3]))
+    begins = []
+    for name, options in (("bos", []), ("none", ["--bos_token", "none"]), ("corpus", ["--tokenizer", "bos"])):
+        given = [option if option != "bos" else str(tmp_path / "bos") for option in options]
+        command = ["--source", str(tmp_path / "a.jsonl"), "--output", str(tmp_path / name), "--workers", "1"]
+        main([*command, "--tokenizer", str(folder), *given])
+        tokenizer = load_tokenizer(tmp_path / name)
+        begins.append([tokens[0] == 300 for tokens in IndexedDataset(tmp_path / name)])
+        assert [
+            tokenizer.decode(tokens[:-1][tokens[:-1] != 300]) for tokens in IndexedDataset(tmp_path / name)
+        ] == TEXTS[:3]
+        assert (tokenizer.bos, tokenizer.start) == ((None, 0) if name == "none" else (300, 300))
+    assert begins == [[True] * 3, [False] * 3, [True] * 3]
 
 
 def test_the_number_of_workers_does_not_change_a_byte(tmp_path, tokenizer_file, monkeypatch):
@@ -114,13 +215,17 @@ def test_the_number_of_workers_does_not_change_a_byte(tmp_path, tokenizer_file, 
 def test_progress_counts_documents_and_tokens_up_to_the_whole_source(tmp_path, tokenizer_file, capfd):
     (tmp_path / "a.jsonl").write_text(_json_lines(TEXTS))
     arguments = ["--source", tmp_path / "a.jsonl", "--output", tmp_path / "corpus", "--tokenizer", tokenizer_file]
-    with mock.patch.object(Progress, "update", autospec=True, side_effect=Progress.update) as update:
+    with mock.patch.object(ProgressBar, "update", autospec=True, side_effect=ProgressBar.update) as update:
         main([str(argument) for argument in arguments])
     shown = [call.kwargs for call in update.call_args_list]
     corpus = IndexedDataset(tmp_path / "corpus")
     assert (shown[-1]["documents"], shown[-1]["tokens"]) == (len(TEXTS), sum(map(len, corpus)))
     assert sum(step["advance"] for step in shown) == (tmp_path / "a.jsonl").stat().st_size
-    assert capfd.readouterr().err == ""  # which is no terminal
+    assert capfd.readouterr().err == ""  # which is no terminal, and the seconds between lines have not passed
+    with mock.patch("data.prepare.SECONDS_BETWEEN_LINES", 0):
+        main([*map(str, arguments), "--overwrite"])
+    last = capfd.readouterr().err.splitlines()[-1]
+    assert re.fullmatch(rf"corpus 100% 40 documents, {corpus.num_tokens:,} tokens \([\d,]+/s\) 0:00:00 *", last)
 
 
 def test_the_command_prepares_the_standard_library_without_datasets_or_torch(tmp_path):
@@ -253,7 +358,10 @@ def test_ctrl_c_ends_in_one_line_with_the_code_of_an_interrupted_program(tmp_pat
     with pytest.raises(SystemExit) as ended:
         main(["--source", "stdlib", "--characters", "--output", str(tmp_path / "corpus")])
     assert ended.value.code == 130
-    assert capsys.readouterr().err == f"data.prepare: interrupted, nothing written to {tmp_path / 'corpus'}\n"
+    assert (
+        capsys.readouterr().err
+        == f"data.prepare: interrupted, {tmp_path / 'corpus'} is not complete; the same command goes on\n"
+    )
 
 
 class KilledWorker:
@@ -334,8 +442,8 @@ def test_a_terminal_shows_progress_that_is_wiped_in_the_end(tmp_path, monkeypatc
     monkeypatch.setattr("rich.console.monotonic", lambda: seconds[0])
     (tmp_path / "a.txt").write_text("a" * 80)
     with (
-        mock.patch.object(Progress, "update", autospec=True, side_effect=Progress.update) as update,
-        _progress(tmp_path / "corpus", Source([str(tmp_path / "a.txt")])) as advance,
+        mock.patch.object(ProgressBar, "update", autospec=True, side_effect=ProgressBar.update) as update,
+        _shown_progress("corpus", Source([str(tmp_path / "a.txt")]), Progress("plan"), 0) as advance,
     ):
         advance(Encoded(np.zeros(6), np.ones(2), 20.0))
         seconds[0] = 14.0

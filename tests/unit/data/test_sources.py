@@ -138,4 +138,4 @@ def test_a_row_of_a_dataset_that_cannot_be_read_ends_it_with_its_place(broken: o
     documents = _read_rows("user/corpus", Rows([{"text": "a"}, broken, {"text": "b"}]), "text")
     assert next(documents) == Document("user/corpus", 1, "a", 1)
     with pytest.raises(DataError, match=message):
-        next(documents)
+        text_of(next(documents), "text")

@@ -21,9 +21,9 @@ from tests.end_to_end.runs import options
 SEQ_LENGTH, NUM_DOCUMENTS = 8, 60
 
 
-def write_text(prefix: Path) -> Path:
+def write_text(prefix: Path, words: str = "green bottles on the wall") -> Path:
     """Write some thousand tokens, one for each character, with their tokenizer."""
-    texts = [f"{number} green bottles on the wall; " * (1 + number % 5) for number in range(NUM_DOCUMENTS)]
+    texts = [f"{number} {words}; " * (1 + number % 5) for number in range(NUM_DOCUMENTS)]
     tokenizer = character_tokenizer(texts)
     documents = [[*ids, tokenizer.eod] for ids in tokenizer.encode_batch(texts)]
     tokens = np.array([token for document in documents for token in document])

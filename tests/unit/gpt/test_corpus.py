@@ -30,9 +30,10 @@ def test_prompts_are_the_beginnings_of_samples_that_are_not_trained_on_if_there_
 ):
     settings = {"model__seq_length": 10, "data__mask_documents": masks_documents}
     corpus = opened(prefix, train__eval_samples=2 if part == "validation" else 0, **settings)
-    assert (corpus.validation is not None) == (part == "validation")
+    assert bool(corpus.validation) == (part == "validation")
     assert corpus.tokens_per_sample == 10
-    ((first, second),) = getattr(corpus, part).steps([(0, 4)])
+    loader = corpus.validation[""] if part == "validation" else corpus.training
+    ((first, second),) = loader.steps([(0, 4)])
     rows = torch.cat([first.tokens, second.tokens] if masks_documents else [first, second])
     assert corpus.prompts == rows[:3, :8].tolist()
 

@@ -15,12 +15,13 @@ from lab.planner.depth import extrapolate, shallow_runs
 from tests.source_files import ROOT
 
 SIZES = sorted((ROOT / "configs/gpt").glob("*.yaml"))
+LLAMAS = [ROOT / f"configs/models/llama-3-{size}.yaml" for size in ("1b", "3b")]
 CLUSTERS = ["dgx-a100", "dgx-h100"]
 
 
 def settings_and_ranks(path: Path) -> tuple[Settings, int]:
     """Return the settings, and the least number of GPUs, which the first line of the file says."""
-    found = re.match(r"# GPT of [\d.]+[MB] parameters, for (\d+) or more GPUs", path.read_text())
+    found = re.match(r"# .* of [\d.]+[MB] parameters,.* for (\d+) or more GPUs", path.read_text())
     assert found is not None
     return parse_settings(["--config", str(path)]), int(found[1])
 
@@ -38,7 +39,7 @@ def test_a_size_has_the_parameters_of_its_name_and_divides_over_its_ranks(path: 
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("path", SIZES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", SIZES + LLAMAS, ids=lambda path: path.stem)
 def test_a_size_fits_its_gpus(path: Path):
     settings, num_ranks = settings_and_ranks(path)
     data_size = num_ranks // settings.parallel.tensor_size

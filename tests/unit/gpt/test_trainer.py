@@ -22,7 +22,7 @@ from gpt.settings.schedule import learning_rate
 from tests.unit.gpt.builder.test_train_state import BASE
 from tests.unit.gpt.monitor.test_tracking import RecordingSink
 from tests.unit.gpt.run_folder.test_files import record
-from tests.unit.gpt.runs_in_process import SEQ_LENGTH, make_trainer
+from tests.unit.gpt.runs_in_process import SEQ_LENGTH, make_trainer, write_text
 
 
 @pytest.mark.parametrize(
@@ -44,6 +44,31 @@ def test_a_resumed_run_warns_if_its_learning_rate_jumps(
     with caplog.at_level(logging.WARNING):
         Records(settings, is_first=True).warn_if_rate_changed(step)
     assert bool(caplog.messages) == is_warned
+
+
+def test_each_validation_corpus_has_a_loss_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for name, words in (("train", "green bottles"), ("wiki", "on the wall"), ("code", "accidentally fall")):
+        (tmp_path / name).mkdir()
+        write_text(tmp_path / name / f"{name}-text", words)
+
+    def losses(run: str, *names: str) -> dict[str, float]:
+        """Return the validation losses of a run of one step, and of one without a validation share in its data."""
+        paths = [str(tmp_path / name / f"{name}-text") for name in names]
+        settings = {"train__eval_samples": 4, "train__steps": 1, "data__split": "[1, 0, 0]"}
+        settings["data__validation"] = json.dumps(paths)
+        make_trainer(tmp_path / "train/train-text", tmp_path / run, **settings).train()
+        (step,) = read_steps(tmp_path / run)
+        return {name: value for name, value in step.items() if name.startswith("validation_loss")}
+
+    both, (wiki, code) = losses("both", "wiki", "code"), (losses(name, name) for name in ("wiki", "code"))
+    printed = capsys.readouterr().out
+    assert wiki["validation_loss"] != code["validation_loss"]
+    assert both == {
+        "validation_loss": (wiki["validation_loss"] + code["validation_loss"]) / 2,
+        "validation_loss/wiki-text": wiki["validation_loss"],
+        "validation_loss/code-text": code["validation_loss"],
+    }
+    assert f"; wiki-text {wiki['validation_loss']:.4f}; code-text {code['validation_loss']:.4f}" in printed
 
 
 def test_a_run_is_logged_with_its_speed_between_evaluations_samples_and_saves(

@@ -81,7 +81,7 @@ def logits_at(sizes: list[str], weights: list[dict[str, Tensor]], ids: Tensor) -
 
 
 def test_weights_give_the_same_logits_at_any_tensor_size():
-    names, ids = ["rms", "llama", "qwen3", "mistral"], torch.arange(21).view(3, 7)
+    names, ids = ["rms", "llama", "qwen2", "qwen3", "mistral"], torch.arange(21).view(3, 7)
     weights = []
     for name in names:
         config = VARIANTS[name]

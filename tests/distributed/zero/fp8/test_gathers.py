@@ -15,6 +15,7 @@ from parallel.mesh import Mesh
 from tests.deferred import run_late
 from tests.pairwise import pairwise
 from tests.ranks import run_cases, run_ranks
+from zero.dcp.state import DistributedState
 from zero.engine import ZeroDataParallel
 from zero.formulas.traffic import axis_bytes
 from zero.memory.placement import OffloadConfig
@@ -182,6 +183,33 @@ def test_weights_that_cannot_be_sent_in_fp8_are_refused(recipe, named):
         zero.fp8.convert(module, recipe)
     with pytest.raises(ConfigError, match=rf"gather_dtype=fp8.*{named}"):
         ZeroDataParallel(module, Mesh.create(tensor_size=1).data, ZeroConfig(3, gather_dtype="fp8"))
+
+
+def read_after_loading() -> list[int]:
+    """Return the bytes that a read after a step gathers again, and after loading a state."""
+    mesh = Mesh.create(tensor_size=1)
+    mesh.log.keeps_events = True
+    module = Chain().bfloat16()
+    zero.fp8.convert(module)
+    model = ZeroDataParallel(module, mesh.data, ZeroConfig(1, BUCKET_NUMEL, gather_dtype="fp8"))
+    optimizer = ZeroOptimizer(model, torch.optim.AdamW, lr=1e-2)
+    state, found = DistributedState(model, optimizer), []
+    for loads in (False, True):
+        model(torch.ones(2, WIDTH).bfloat16()).sum().backward()
+        optimizer.step()
+        if loads:
+            state.load_state_dict(state.state_dict())
+        mesh.log.clear()
+        with model.gathered():
+            pass
+        found.append(sum(event.wire_bytes for event in mesh.log.events if event.message_bytes > 100))  # no scales
+    return found
+
+
+def test_what_was_loaded_is_exact():
+    for after_step, after_loading in run_ranks(2, read_after_loading):
+        assert after_step >= 3 * WIDTH**2
+        assert after_loading == 0
 
 
 def write_elsewhere() -> list[str]:

@@ -47,7 +47,7 @@ class Case:
     data_size: int = 2
     tensor_size: int = 1
     num_micro_batches: int = 1
-    bucket_numel: int | None = 700
+    bucket_numel: int | None = 2000
     shard_size: int | None = None
     optimizer_over: str = "group"
     offload: OffloadConfig = NO_OFFLOAD
@@ -204,7 +204,7 @@ FACTORS: dict[str, list[Any]] = {
     "stage": [0, 1, 2, 3],
     "ranks": [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2)],  # data x tensor
     "num_micro_batches": [1, 2],
-    "bucket_numel": [300, 5000, None],
+    "bucket_numel": [900, 5000, None],
     "placed": [NO_OFFLOAD, HOST],
 }
 
@@ -224,7 +224,7 @@ def check_cases(cases: list[Case]) -> None:
 
 
 def test_muon_equals_one_process():
-    few = FACTORS | {"ranks": [(3, 1), (1, 2)], "bucket_numel": [300, 5000]}
+    few = FACTORS | {"ranks": [(3, 1), (1, 2)], "bucket_numel": [900, 5000]}
     cases = [case_of(**combination) for combination in pairwise(**few)]
     mixed = Case(3, 2, 2, 2, 300), Case(1, 2, overlap_gather=True)
     check_cases([*cases, *mixed, Case(2, 2, 1, 2, offload=AUTO), Case(3, 2, 1, 2, offload=AUTO)])

@@ -138,11 +138,27 @@ def test_products_in_fp8_are_refused_where_they_would_not_be_used(options: list[
         build(parse_settings([f"--config={BASE}", *options]), Mesh.create(1), torch.device("cpu"))
 
 
-def test_a_layer_without_a_kernel_is_named():
+@pytest.mark.parametrize(
+    ("tensor_size", "options", "named"),
+    [
+        (1, [], r"N=24 .*blocks\.0"),
+        # Two ranks share each head of keys and values, of which they apply 2 x 4 rows.
+        (
+            4,
+            ["hidden_size=64", "num_heads=16", "num_kv_heads=2", "head_dim=4", "seq_length=16"],
+            r"N=8 .*blocks\.0\.attention\.qkv\.kv_weight",
+        ),
+    ],
+)
+def test_a_layer_without_a_kernel_is_named(tensor_size: int, options: list[str], named: str):
     """A dry run imitates a GPU; 8 features are no multiple of 16."""
-    settings = parse_settings([f"--config={BASE}", "--train.matmul=fp8"])
+    model = [f"--model.{option}" for option in options]
+    tensor = f"--parallel.tensor_size={tensor_size}"
+    settings = parse_settings(
+        [f"--config={BASE}", "--train.matmul=fp8", "--train.global_batch_size=16", *model, tensor]
+    )
     with (
-        imitated_world(0, 2, 2, "nccl") as world,
-        pytest.raises(ConfigError, match=r"recipe=tensorwise.*N=24 .*blocks\.0"),
+        imitated_world(0, 4, 4, "nccl") as world,
+        pytest.raises(ConfigError, match=rf"recipe=tensorwise.*{named}"),
     ):
         build(settings, build_mesh(settings, world), world.device)

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,10 +11,12 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from gpt.checkpoint import snapshots
 from gpt.checkpoint.layout import Progress
 from gpt.checkpoint.recovery import Recovery
 from gpt.run_folder.files import METRICS, NUMBERS_OF_A_STEP, append_records
 from gpt.settings.run import CheckpointSettings
+from lab.faults.damage import DAMAGES
 from parallel.errors import ConfigError
 from tests.unit.gpt.checkpoint.runs import DATA, tiny_state, train_step
 from zero.state import writer
@@ -88,30 +91,48 @@ def test_a_run_rolls_back_to_its_newest_checkpoint_and_saves_it_only_once(tmp_pa
     assert again.completed == []
 
 
-def test_a_run_resumes_from_a_snapshot_that_is_newer_than_its_checkpoint(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("damages", "step"), [({}, 3), ({3: "cut off"}, 2), ({3: "flipped", 2: "deleted"}, 1)], ids=str
+)
+def test_a_run_resumes_from_the_newest_state_that_is_whole(tmp_path: Path, damages: dict[int, str], step: int):
     settings = {"snapshot_every": 1, "snapshot_dir": str(tmp_path / "memory")}
     run = Run(tmp_path / "run", settings)
     run.train(1)
     run.save(1)
     run.recovery.roll_back(Progress(1, 2, run.name))  # which waits for the save
-    for step in (2, 3):
-        run.train(step)
-        run.recovery.save_snapshot(Progress(step, 2 * step, run.name))
+    for later in (2, 3):
+        run.train(later)
+        run.recovery.save_snapshot(Progress(later, 2 * later, run.name))
     expected = run.train(4)
     run.recovery.release()
     memory = CheckpointSettings(**settings).snapshot_folder(run.folder)
     while not (memory / "step-00000003").exists():  # it is written in another thread
         time.sleep(0.01)
+    for saved, how in damages.items():
+        DAMAGES[how](memory / f"step-{saved:08d}" / "rank-00000.safetensors")
     again = Run(run.folder, settings)
-    assert again.said == [f"resumed from {memory / 'step-00000003'}, after step 3"]
+    source = memory if step > 1 else run.folder / "checkpoints"
+    assert again.said == [f"resumed from {source / f'step-{step:08d}'}, after step {step}"]
     assert again.name == run.name
-    assert all(a.equal(b) for a, b in zip(again.train(4), expected, strict=True))
+    *_, weights = (again.train(later) for later in range(step + 1, 5))
+    assert all(a.equal(b) for a, b in zip(weights, expected, strict=True))
     again.recovery.finish()
     assert not memory.exists()
     again.recovery.release()
     other = Run(run.folder, settings | {"resume": "never"})
     assert other.said == []
     other.recovery.release()
+
+
+def test_no_step_waits_until_an_older_snapshot_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    run = Run(tmp_path / "run", {"snapshot_every": 1, "snapshot_dir": str(tmp_path / "memory")})
+    has_returned, waited = threading.Event(), []
+    monkeypatch.setattr(snapshots, "delete_old", lambda *_: waited.append(has_returned.wait(60)))
+    run.recovery.save_snapshot(Progress(1, 2, run.name))
+    has_returned.set()
+    run.recovery.finish()
+    run.recovery.release()
+    assert waited == [True]
 
 
 def test_a_run_resumes_from_a_tidy_folder(tmp_path: Path):

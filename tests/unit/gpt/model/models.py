@@ -17,6 +17,7 @@ SIZES = {  # of small models with the parts of a preset, whose own sizes are tho
     "gpt2": {},
     "llama": {"num_kv_heads": 2, "mlp_width": 40, "rope_scaling": RopeScaling(8.0, 1.0, 4.0, 8)},
     "llama2": {"mlp_width": 40},
+    "qwen2": {"num_kv_heads": 2, "mlp_width": 40},
     "qwen3": {"num_kv_heads": 2, "mlp_width": 40, "head_dim": 12},
     "mistral": {"num_kv_heads": 1, "mlp_width": 40},
 }

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.models.llama import modeling_llama
 from transformers.models.mistral import modeling_mistral
+from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen3 import modeling_qwen3
 
 from gpt.builder.closed_forms import parameters_of_rank
@@ -27,7 +28,10 @@ from tests.models import rms_norm
 from tests.pretrained_weights import weights_from_transformers, write_pretrained
 from tests.unit.gpt.model.models import MODELS, SIZES, batch, preset_config, small_config, small_gpt
 
-NORMS = (modeling_llama.LlamaRMSNorm, modeling_qwen3.Qwen3RMSNorm, modeling_mistral.MistralRMSNorm)
+NORMS = (
+    *(modeling_llama.LlamaRMSNorm, modeling_mistral.MistralRMSNorm),
+    *(modeling_qwen2.Qwen2RMSNorm, modeling_qwen3.Qwen3RMSNorm),
+)
 
 
 @pytest.fixture(autouse=True)
@@ -112,11 +116,14 @@ def test_dropout_drops_the_same_elements_as_in_transformers():
     torch.testing.assert_close(*logits, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize(("name", "expected"), [("8b", 8_030_261_248), ("70b", 70_553_706_496)])
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("1b", 1_235_814_400), ("3b", 3_212_749_824), ("8b", 8_030_261_248), ("70b", 70_553_706_496)],
+)
 def test_configurations_of_llama_3_have_the_published_numbers_of_parameters(name, expected):
     settings = parse_settings(["--config", str(MODELS / f"llama-3-{name}.yaml")])
     assert parameters_of_rank(settings.model, 1) == expected
-    for tensor_size in (2, 8, 16):  # in 16, keys and values of 8 heads are replicated
+    for tensor_size in (2, 8, 16 if expected > 4e9 else 4):  # in 16, keys and values of 8 heads are replicated
         check_divides(settings.model, Axis("tensor", tensor_size, 0, CommLog()))
 
 
@@ -133,7 +140,7 @@ REFUSED = [
     ("llama", {"attention_dropout": 0.1}, "attention_dropout=0.1, only 0.0"),
     ("llama", {"attention_dropout": None}, "attention_dropout=None, only 0.0"),
     ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5, only 1.0"),
-    ("llama", {"model_type": "granite"}, "config.json: the model has model_type='granite', only gpt2, llama, qwen3"),
+    ("llama", {"model_type": "granite"}, "config.json: the model has model_type='granite', only gpt2, llama, qwen2"),
     ("llama", {"rope_parameters": ROPE | {"rope_type": "yarn", "factor": 2.0}}, "rope_type=yarn, only default and"),
     ("llama", {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5, only 1.0"),
     ("llama", {"rope_parameters": LLAMA3_ROPE}, "rope_type=llama3 and factor=8, a number is needed"),

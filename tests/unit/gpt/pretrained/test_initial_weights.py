@@ -104,7 +104,10 @@ def test_weights_that_overflow_in_the_precision_of_the_run_are_refused(folder: P
         (lambda c: c.update(resid_pdrop=float("nan")), "resid_pdrop is nan, a finite number is needed"),
         (lambda c: c.update(resid_pdrop=2, embd_pdrop=2, attn_pdrop=2), "config.json: .*dropout=2.0 is not below 1"),
         (lambda c: c.update(activation_function="re\nlu"), r"activation_function='re\\nlu', only 'gelu_new'"),
-        (lambda c: c.update(model_type="bert"), "model_type='bert', only gpt2, llama, qwen3, mistral are supported"),
+        (
+            lambda c: c.update(model_type="bert"),
+            "model_type='bert', only gpt2, llama, qwen2, qwen3, mistral are supported",
+        ),
         (lambda c: c.update(transformers_version=5, torch_dtype=[1]), None),
         (lambda c: [c.pop(name) for name in ("model_type", "scale_attn_weights", "resid_pdrop")], None),
     ],

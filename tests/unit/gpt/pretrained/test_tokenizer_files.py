@@ -1,24 +1,24 @@
 """Exported weights come with the tokenizer of the training data, which transformers opens without a warning."""
 
 import json
-import os
-import re
-import subprocess
-import sysconfig
-import venv
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tokenizers import Tokenizer as Backend
+from tokenizers import processors
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from data.chosen_tokenizers import character_tokenizer, train_tokenizer
 from data.sidecar import Sidecar
 from data.tokenizer import Tokenizer, tokenizer_path
+from gpt.checkpoint.export import export_checkpoint
 from gpt.pretrained.tokenizer_files import tokenizer_of_data
 from gpt.pretrained.weights import write_weights
 from gpt.shape.config import ModelConfig, parameter_shapes
 from parallel.errors import ConfigError
+from tests.unit.gpt.model.models import preset_config
+from tests.unit.gpt.runs_in_process import make_trainer
 
 TEXTS = ["the cat sat on the mat", "the mat sat on the cat", "naïve café\n\tdef f(x): return x"]
 
@@ -80,36 +80,47 @@ def test_the_tokenizer_of_other_data_is_refused(tmp_path: Path):
         write_zeros(tmp_path / "out", config_for(tokenizer, vocab_size=5), files)
 
 
-TASK = """
-task: own
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {folder}/own.jsonl}}}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{{{question}}}}"
-doc_to_choice: "{{{{choices}}}}"
-doc_to_target: answer
-metric_list: [{{metric: acc}}]
-"""
+def write_origin(folder: Path, tokenizer: Tokenizer) -> dict[str, object]:
+    """Write a Llama of 64 positions with ids, tokenizer and chat template of its own; return its options."""
+    config = preset_config("llama2", num_layers=1, hidden_size=8, num_heads=2, seq_length=64, vocab_size=64)
+    write_zeros(folder, config, None)
+    content = json.loads((folder / "config.json").read_text())
+    content |= {"bos_token_id": 3, "eos_token_id": [4, 5]}
+    (folder / "config.json").write_text(json.dumps(content))
+    backend = Backend.from_str(tokenizer.text)
+    backend.add_special_tokens(["<s>"])
+    start = ("<s>", backend.token_to_id("<s>"))
+    backend.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[start])
+    theirs = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", model_max_length=64)
+    theirs.chat_template = "{{ messages }}"
+    theirs.save_pretrained(folder)
+    parts = {"positions": "rope", "norm": "rms", "mlp": "swiglu", "mlp_width": 40, "biases": False, "tied_head": False}
+    return {f"model__{name}": value for name, value in parts.items()} | {"train__initial_weights": folder}
 
 
-@pytest.mark.full
-def test_lm_evaluation_harness_scores_exported_weights(tmp_path: Path):
-    """It is installed for this test only: its requirements are many, and the project needs none of them."""
-    venv.create(tmp_path / "venv", with_pip=True)
-    (installed,) = (tmp_path / "venv/lib").glob("python3*/site-packages")
-    (installed / "ours.pth").write_text(sysconfig.get_path("purelib"))  # torch and transformers
-    install = ["-m", "pip", "install", "--quiet", "lm_eval", "accelerate", "peft"]
-    subprocess.run([tmp_path / "venv/bin/python", *install], check=True)
-
-    tokenizer = train_tokenizer(TEXTS, 280)
-    files = tokenizer_of_data(write_corpus(tmp_path / "corpus", tokenizer))
-    write_zeros(tmp_path / "out", config_for(tokenizer), files)
-    (tmp_path / "own.yaml").write_text(TASK.format(folder=tmp_path))
-    question = {"question": "the cat", "choices": [" sat", " mat"], "answer": 0}
-    (tmp_path / "own.jsonl").write_text(f"{json.dumps(question)}\n" * 4)
-    arguments = ["--model", "hf", "--model_args", f"pretrained={tmp_path / 'out'}", "--tasks", "own", "--device", "cpu"]
-    command = [tmp_path / "venv/bin/lm_eval", *arguments, "--include_path", tmp_path, "--batch_size", "2"]
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache")}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert re.search(r"\|own +\|Yaml +\|none +\| +0\|acc +\|↑ +\| +[01]\|", result.stdout), result.stderr
+def test_weights_that_continue_others_have_their_positions_ids_tokenizer_and_chat_template(
+    prefix: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    origin = tmp_path / "origin"
+    settings = write_origin(origin, train_tokenizer(TEXTS, 280))
+    checkpoints = {"checkpoint__every": 2, "checkpoint__weights": "true", "train__steps": 2}
+    make_trainer(prefix, tmp_path, **settings, **checkpoints).train()
+    export_checkpoint(tmp_path / "checkpoints", tmp_path / "offline", torch.float32)
+    for folder in (tmp_path / "weights/step-00000002", tmp_path / "offline"):
+        config, theirs = AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+        assert (config.max_position_embeddings, config.bos_token_id, config.eos_token_id) == (64, 3, [4, 5])
+        assert theirs.chat_template == "{{ messages }}"
+        assert theirs.encode(TEXTS[0]) == AutoTokenizer.from_pretrained(origin).encode(TEXTS[0])
+        assert (folder / "tokenizer.json").read_bytes() == (origin / "tokenizer.json").read_bytes()
+    # A tokenizer that is named replaces that of the initial weights, and a folder that has gone is a warning.
+    export_checkpoint(tmp_path / "checkpoints", tmp_path / "named", torch.float32, data=str(prefix))
+    assert AutoConfig.from_pretrained(tmp_path / "named").max_position_embeddings == 64
+    assert AutoTokenizer.from_pretrained(tmp_path / "named").chat_template is None
+    assert caplog.messages == []
+    origin.rename(tmp_path / "moved")
+    export_checkpoint(tmp_path / "checkpoints", tmp_path / "gone", torch.float32)
+    assert "origin/config.json is not there" in caplog.messages[0]
+    assert AutoConfig.from_pretrained(tmp_path / "gone").max_position_embeddings == 8
+    moved = str(tmp_path / "moved")
+    export_checkpoint(tmp_path / "checkpoints", tmp_path / "found", torch.float32, initial_weights=moved)
+    assert AutoConfig.from_pretrained(tmp_path / "found").max_position_embeddings == 64

@@ -36,6 +36,10 @@ with open(os.environ["CALLS"], "a") as file:
     file.write(json.dumps([os.environ.get("NODE", ""), [name, *words], seen]) + "\\n")
 if "parallel.launch.route" in words:
     print("is_host=1 local_address=10.0.0.1 interface=ib0")
+elif "gpt.preflight" in words:
+    print(os.environ.get("FOLDER", ""))
+elif "lab.measure.health" in words and "--nodes" in words and os.environ.get("NODE") in os.environ["WELL"]:
+    print(os.environ["WELL"])
 elif name == "scontrol" and words[:2] == ["show", "hostnames"]:
     print("n1\\nn2")
 for program, code in json.loads(os.environ.get("ENDS", "{{}}")).items():
@@ -118,6 +122,31 @@ def test_torchrun_leaves_what_the_user_has_set(stubs):
     assert (start.environment["OMP_NUM_THREADS"], start.environment["NCCL_SOCKET_IFNAME"]) == ("7", "eth9")
 
 
+def test_each_rank_has_a_log_in_the_folder_of_the_run_unless_a_terminal_or_the_user_says_otherwise(stubs):
+    def options(**settings: str) -> list[str]:
+        (stubs / "calls").unlink(missing_ok=True)
+        _, calls, _ = launch("torchrun.sh", stubs, FOLDER="runs/a b", **settings)
+        return [word for word in calls[-1].words if word.startswith(("--tee", "--log-dir"))]
+
+    host = os.uname().nodename
+    assert options() == ["--tee=3", f"--log-dir=runs/a b/logs/{host}"]
+    assert options(LOGS="/logs", CHECK="0") == ["--tee=3", f"--log-dir=/logs/{host}"]
+    assert options(LOGS="none") == options(CHECK="0") == []
+
+
+def test_devices_are_measured_first_and_the_nodes_that_are_at_fault_are_left_out_of_a_run_that_can_go_on(stubs):
+    settings = {"NNODES": "2", "RDZV": "n1:29500", "HEALTH": "1", "CHECK": "0"}
+    code, calls, _ = launch("torchrun.sh", stubs, **settings, ENDS='{"lab.measure.health": 2}')
+    assert (code, calls[-1].words[-2:]) == (2, ["-m", "lab.measure.health"])
+    assert {"--nnodes=2", "--rdzv-id=health"} < set(calls[-1].words)
+    settings |= {"MIN_NODES": "1", "NODE_NAMES": "n1,n2", "WELL": "n2"}
+    for node, nodes in {"n1": [], "n2": ["n2"]}.items():
+        (stubs / "calls").unlink()
+        code, calls, _ = launch("torchrun.sh", stubs, **settings, NODE=node)
+        starts = [call.words[call.words.index("--nodes") + 1] for call in calls if "gpt.elastic" in call.words]
+        assert (code, starts) == (0, nodes)
+
+
 @pytest.mark.parametrize(("ends", "expected", "num_calls"), [("gpt.preflight", 2, 2), ("parallel.launch", 3, 3)])
 def test_exit_codes_pass_through_and_nothing_starts_after_a_failed_check(stubs, ends, expected, num_calls):
     code, calls, _ = launch("torchrun.sh", stubs, ENDS=json.dumps({ends: expected}))
@@ -128,6 +157,13 @@ def test_hostfile_starts_the_same_on_every_host_and_passes_on_the_code_of_the_on
     hosts = tmp_path / "hosts"
     hosts.write_text("n1  # the first\n\n# n9\nn2\n")
     settings = {"HOSTS": str(hosts), "RANKS_PER_NODE": "3", "GRACE_SECONDS": "60"}
+    settings |= {
+        "NCCL_SOCKET_IFNAME": "ib 7",
+        "RANK": "5",
+        "PASS": "RANK",
+        "WANDB_API_KEY": "secret",
+        "MASTER_PORT": "1",
+    }
     code, calls, said = launch("hostfile.sh", stubs, "--run.dir=a b", **settings, ENDS='{"parallel.launch": 5}')
     assert code == 5
     starts = [call for call in calls if "parallel.launch" in call.words]
@@ -135,6 +171,9 @@ def test_hostfile_starts_the_same_on_every_host_and_passes_on_the_code_of_the_on
     for call in starts:
         assert {"--nnodes=2", "--nproc-per-node=3", "--rdzv-endpoint=n1:29500", "--run.dir=a b"} < set(call.words)
         assert call.environment["NODE_NAMES"] == "n1,n2"
+    assert " NCCL_SOCKET_IFNAME=ib\\ 7 " in said
+    assert " PROXY=x " in said
+    assert not re.search("secret|MASTER_PORT", said)
     assert re.search(r"^n2: \+ .*parallel.launch", said, re.MULTILINE)
     (stubs / "calls").unlink()
     assert launch("hostfile.sh", stubs, **settings)[0] == 0
@@ -144,14 +183,15 @@ def test_hostfile_starts_the_same_on_every_host_and_passes_on_the_code_of_the_on
 
 def slurm(**more: str) -> dict[str, str]:
     job = {"SLURM_JOB_ID": "123", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS": "2"}
-    return job | {"SLURM_NTASKS_PER_NODE": "1", "SLURM_SUBMIT_DIR": str(ROOT)} | more
+    return job | {"SLURM_NTASKS_PER_NODE": "1", "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_CPUS_ON_NODE": "96"} | more
 
 
 def test_slurm_runs_torchrun_on_every_node_of_the_job(stubs):
     code, calls, said = launch("slurm.sbatch", stubs, "--train.steps=5", **slurm())
     assert code == 0
     step = next(call for call in calls if call.words[:2] == ["noted", "srun"])
-    assert step.words[2:] == ["--kill-on-bad-exit=1", "--label", "scripts/launch/torchrun.sh", "--train.steps=5"]
+    assert {"--kill-on-bad-exit=1", "--wait=600", "--cpu-bind=none", "--cpus-per-task=96"} < set(step.words)
+    assert step.words[-3:] == ["--label", "scripts/launch/torchrun.sh", "--train.steps=5"]
     starts = [call for call in calls if "parallel.launch" in call.words]
     assert [call.node for call in starts] == ["n1", "n2"]
     options = {"--nnodes=2", "--rdzv-endpoint=n1:20246", "--rdzv-id=123", "--signals-to-handle=SIGINT"}
@@ -168,10 +208,14 @@ def test_slurms_script_started_by_hand_says_so(stubs):
     assert "slurm.sbatch --train.steps=5" in said
 
 
-def test_slurm_itself_starts_the_ranks_where_that_is_asked_for(stubs):
-    ranks = {"LAUNCH": "srun", "SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "2"}
-    code, calls, _ = launch("slurm.sbatch", stubs, "--run.dir=a b", **slurm(**ranks))
+def test_slurm_itself_starts_the_ranks_where_that_is_asked_for(stubs, tmp_path):
+    ranks = {"LAUNCH": "srun", "SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "2", "HEALTH": "1"}
+    code, calls, _ = launch("slurm.sbatch", stubs, "--run.dir=a b", **slurm(FOLDER=f"{tmp_path}/a b", **ranks))
     assert code == 0
+    assert sorted(os.listdir(tmp_path / "a b" / "logs")) == [f"rank_{rank}.log" for rank in range(4)]
+    assert [call.words[1:] for call in calls if "lab.measure.health" in call.words and call.words[0] == "python"] == [
+        ["-m", "lab.measure.health"]
+    ] * 4
     assert len([call for call in calls if "gpt.preflight" in call.words and call.words[0] == "python"]) == 2
     starts = [call for call in calls if "pretrain_gpt.py" in call.words and call.words[0] == "python"]
     assert [call.words[1:] for call in starts] == [["pretrain_gpt.py", "--run.dir=a b"]] * 4
@@ -180,10 +224,13 @@ def test_slurm_itself_starts_the_ranks_where_that_is_asked_for(stubs):
     assert found == [(str(rank), str(rank % 2), "4", "2", "n1", "20246") for rank in range(4)]
 
 
-def test_slurm_starts_a_container_where_one_is_named(stubs):
-    _, calls, _ = launch("slurm.sbatch", stubs, **slurm(CONTAINER="image.sqsh"))
-    step = next(call for call in calls if call.words[:2] == ["noted", "srun"])
-    assert {"--container-image=image.sqsh", f"--container-mounts={ROOT}:{ROOT}"} < set(step.words)
+@pytest.mark.parametrize(("folders", "mounts"), [("", ""), ("/runs,/data:/d:ro", ",/runs:/runs,/data:/d:ro")])
+def test_slurm_fetches_a_container_and_starts_it_with_what_is_mounted(stubs, folders, mounts):
+    _, calls, _ = launch("slurm.sbatch", stubs, **slurm(CONTAINER="image.sqsh", MOUNTS=folders))
+    fetch, start = [call.words for call in calls if call.words[:2] == ["noted", "srun"]]
+    container = {"--container-image=image.sqsh", "--container-name=zero-gpt-123"}
+    assert container | {f"--container-mounts={ROOT}:{ROOT}{mounts}"} < set(fetch) & set(start)
+    assert fetch[-1] == "true"
 
 
 def test_slurm_passes_the_code_of_a_rank_on(stubs):

@@ -100,7 +100,7 @@ def test_the_end_of_the_newest_start_ends_the_job_everywhere():
 
 
 @pytest.mark.parametrize(("there", "ahead"), [(103.5, 3.0), (96.5, -4.0), (101.2, 0.0)])
-def test_facts_have_the_difference_of_clocks_unless_the_reply_took_longer(there: float, ahead: float):
+def test_facts_have_the_difference_of_clocks_unless_the_reply_took_longer(there: float, ahead: float, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = free.getsockname()
@@ -108,4 +108,5 @@ def test_facts_have_the_difference_of_clocks_unless_the_reply_took_longer(there:
     clock = mock.Mock(monotonic=time.monotonic)
     clock.time.side_effect = [100.0, there, 101.0]  # when it is asked, there, and when the reply has come
     with mock.patch("parallel.launch.membership.time", clock):
-        assert peers.facts("a") == {"name": "a", "clock_seconds": ahead}
+        assert peers.facts("a", f"{tmp_path}") == {"name": "a", "clock_seconds": ahead, "shares_folder": True}
+    assert not peers.facts("a", f"{tmp_path}/elsewhere?")["shares_folder"]

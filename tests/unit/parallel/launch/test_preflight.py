@@ -6,6 +6,7 @@ import json
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from unittest import mock
 
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from parallel.errors import ConfigError
 from parallel.launch import preflight, roll_call
-from parallel.launch.node_facts import Job, NodeFacts, find_facts, find_problems
+from parallel.launch.node_facts import Job, NodeFacts, find_facts, find_problems, marked
 from parallel.launch.preflight import check_by_store, main
 from parallel.launch.roll_call import collect_facts, connect, report_facts
 from parallel.launch.route import Route
@@ -60,6 +61,7 @@ def nodes(**odd: object) -> list[NodeFacts]:
         ({"disk_bytes_per_second": 9e7}, "n2: /shared/runs is slow: 90.0 MB/s, the fastest node has 1000.0"),
         ({"disk_bytes_per_second": 2e8}, None),
         ({"free_bytes": 2**30}, None),
+        ({"shares_folder": False}, "n2: /shared/runs is not the disk of n1; choose a folder that all nodes share"),
     ],
 )
 def test_a_node_that_differs_is_named_with_what_differs(odd, problem):
@@ -158,6 +160,19 @@ def test_a_problem_of_one_node_is_an_error_on_all_and_the_first_names_it():
         errors = errors_in_threads(lambda: preflight.check_nodes(options, Job()), facts)
     there = "the preflight has found problems; the first node prints them"
     assert errors == {"n1": "preflight: n2: number of GPUs: 7, elsewhere 8", "n2": f"n2: {there}", "n3": f"n3: {there}"}
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_a_node_that_does_not_see_what_the_first_has_written_is_named(tmp_path, is_shared):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with marked(tmp_path / "not" / "yet") as mark, ThreadPoolExecutor(1) as pool:
+        there = mark if is_shared else f"{mark}.elsewhere"
+        first = pool.submit(collect_facts, store, ALIKE, 2, [], WAIT, there)
+        other = dist.TCPStore("127.0.0.1", store.port, is_master=False)
+        found = report_facts(other, dataclasses.replace(ALIKE, name="n2"), 2, WAIT)
+    problem = "n2: /shared/runs is not the disk of n1; choose a folder that all nodes share"
+    assert first.result()[1] == found == ([] if is_shared else [problem])
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_first_rank_of_each_node_reports_it_and_all_ranks_have_the_verdict():

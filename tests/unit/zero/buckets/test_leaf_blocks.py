@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from parallel.comm_log import CommLog
+from parallel.errors import ConfigError
 from parallel.mesh import Axis
-from zero.buckets.leaf_blocks import BlockSums, LeafOrder
+from zero.buckets.leaf_blocks import BlockSums, LeafOrder, check_blocks
 from zero.partition.config import ZeroConfig
 from zero.partition.stage import Levels
 
@@ -45,6 +46,14 @@ def test_units_of_any_size_add_in_the_same_order(num_leaves, num_blocks):
                 assert sum_of(values, num_blocks, num_units, unit_size).equal(expected)
     if num_blocks > 1:
         assert not sum_of(values, 1, 1, 1).equal(expected)
+
+
+def test_kept_gradients_of_parts_are_not_added_by_groups():
+    inner, outer = Axis("shard", 2, 0, CommLog()), Axis("replica", 2, 0, CommLog())
+    for stage, accumulate in ((1, "reduce"), (3, "local")):
+        config = ZeroConfig(stage, accumulate=accumulate, sum_over_ranks="leaves", leaf_blocks=2, leaf_parts=2)
+        with pytest.raises(ConfigError, match=r"leaf_parts=2 .* 2 groups of 2 ranks.*accumulate=reduce"):
+            check_blocks(config, Levels(inner, outer, inner, outer))
 
 
 def test_blocks_need_the_number_of_micro_batches():

@@ -10,7 +10,7 @@ from parallel.errors import ConfigError
 from zero.fp8.convert import scaled_weights
 from zero.fp8.kernels import Device, emulated, launched, refusal, refused_layer
 from zero.fp8.products import ScaledProducts
-from zero.fp8.scaling import LARGEST, RECIPES, quantize
+from zero.fp8.scaling import LARGEST, RECIPES, SMALLEST_NORMAL, quantize
 
 H100, B200, L40 = (Device("cuda", capability, 130000) for capability in ((9, 0), (10, 0), (8, 9)))
 CPU = Device("cpu")
@@ -90,9 +90,10 @@ def test_layers_that_are_read_by_others_or_are_none_keep_their_precision():
     assert zero.fp8.convert(nn.ModuleList([Shop(), encoder])) == ["0.counter"]
 
 
+@pytest.mark.parametrize("num_tokens", [32, 3])
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_torchs_kernel_for_cpus_agrees_with_the_emulation(recipe):
-    x, weight, _ = operands((32, 64, 48))
+def test_torchs_kernel_for_cpus_agrees_with_the_emulation(recipe, num_tokens):
+    x, weight, _ = operands((num_tokens, 64, 48))
     a, b = quantize(x, RECIPES[recipe]), quantize(weight, RECIPES[recipe], is_weight=True)
     for dtype in (torch.float32, torch.bfloat16):
         found, expected = launched(a, b, dtype, use_fast_accum=False), emulated(a, b, dtype)
@@ -120,6 +121,7 @@ def test_zeros_denormals_and_one_huge_element(recipe, dtype):
     weight = torch.ones(3, 16, dtype=dtype)
     zeros, tiny, huge = torch.zeros(1, 16, dtype=dtype), torch.zeros(1, 16, dtype=dtype), torch.ones(1, 16, dtype=dtype)
     tiny[0, 0], huge[0, 0] = 2.0**-130, 3e38
+    assert quantize(tiny, RECIPES[recipe]).scales.amin() >= SMALLEST_NORMAL
     assert not products.outputs(zeros, [weight], [])[0].any()
     torch.testing.assert_close(
         products.outputs(tiny, [weight], [])[0].float(), torch.full((1, 3), 2.0**-130), rtol=1 / 16, atol=0

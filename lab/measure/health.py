@@ -1,0 +1,161 @@
+"""A check of the devices and links of a job before it starts: what is slow, or computes wrong, is named.
+
+    torchrun ... -m lab.measure.health [--nodes n1,n2,n3] [--expect FILE]
+
+The exit code is 2 if anything is. With --nodes, the names of all nodes, the nodes at fault are left out instead: one
+rank of each other node prints the names of those that are left. It takes about a minute.
+"""
+
+import argparse
+import json
+import socket
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Self
+
+import torch
+
+from lab.measure import bandwidth
+from lab.measure.bandwidth import SLOW_DEVICE, DeviceRate, LinkRate
+from lab.measure.cluster import ClusterSpec
+from lab.measure.measured_cluster import BYTES_PER_GB
+from parallel.errors import ConfigError
+from parallel.mesh import Mesh
+from parallel.store import shared_store
+from parallel.world import World, exit_with_error, start_world, stop_world
+
+SECONDS_OF_PRODUCTS = {"cpu": 1.0, "cuda": 20.0}  # a device that is hot is slower, and makes more errors
+PRODUCTS_TOGETHER = 8  # between two reads of the clock
+
+
+@dataclass(frozen=True)
+class Health:
+    """The measurements of one rank: of `num_wrong` repeated products the bits were not those of the first one."""
+
+    node: str
+    rank: int
+    device_name: str
+    device: DeviceRate
+    links: list[LinkRate]  # inside nodes, then across
+    digest: int  # of the bits of the product
+    num_wrong: int
+
+    @classmethod
+    def parse(cls, text: bytes) -> Self:
+        found = json.loads(text)
+        links = [LinkRate(**(link | {"ranks": tuple(link["ranks"])})) for link in found["links"]]
+        return cls(**(found | {"device": DeviceRate(**found["device"]), "links": links}))
+
+
+def measure(world: World) -> Health:
+    """Measure links, then all devices at once. All ranks must call this."""
+    mesh = Mesh.create(world.local_size, world.device.type)
+    links = bandwidth.measure_mesh(mesh, world.device)
+    mesh.barrier()
+    device = bandwidth.measure_device(world.rank, world.device)
+    digest, num_wrong = repeat_product(world.device)
+    is_gpu = world.device.type == "cuda"
+    name = torch.cuda.get_device_name(world.device) if is_gpu else "cpu"
+    return Health(socket.gethostname(), world.rank, name, device, links, digest, num_wrong)
+
+
+def repeat_product(device: torch.device) -> tuple[int, int]:
+    """Repeat one product for some seconds; return (a digest of its bits, how many results had other bits)."""
+    size, _ = bandwidth.DEVICE_SIZES[device.type]
+    random = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(size, size, generator=random).to(device, torch.bfloat16) for _ in range(2))
+    first, num_wrong = a @ b, torch.zeros((), dtype=torch.int64, device=device)
+    end = time.monotonic() + SECONDS_OF_PRODUCTS[device.type]
+    while time.monotonic() < end:
+        for _ in range(PRODUCTS_TOGETHER):
+            num_wrong += ((a @ b).view(torch.int16) != first.view(torch.int16)).any()
+        bandwidth.synchronize(device)
+    return int(first.view(torch.int16).sum(dtype=torch.int64)), int(num_wrong)
+
+
+def find_faults(by_rank: Sequence[Health], expected: ClusterSpec | None) -> list[tuple[str, str]]:
+    """Return (node, what is slow or wrong there). The node is empty for a link of which either end may be at fault."""
+    node_of = {found.rank: found.node for found in by_rank}
+    faults = [fault for found in by_rank for fault in _wrong_products(found, by_rank)]
+    devices = [found.device for found in by_rank]
+    peak = expected.peak_half_tflops * expected.gemm_fraction * 1e12 if expected else 0.0
+    slow = {
+        device.rank: f"{device.flops_per_second / 1e12:.3g} TFLOPs" for device in bandwidth.slow_devices(devices, peak)
+    }
+    least = SLOW_DEVICE * statistics.median_high(device.memory_bytes_per_second for device in devices)
+    for device in devices:
+        rate = device.memory_bytes_per_second
+        said = [slow[device.rank]] if device.rank in slow else []
+        said += [f"{rate / BYTES_PER_GB:.3g} GB/s of memory"] if rate < least else []
+        faults += [(node_of[device.rank], f"slow device: rank {device.rank}: {what}") for what in said]
+    links = bandwidth.slow_links([link for found in by_rank for link in found.links])
+    pairs = [{node_of[rank] for rank in link.ranks} for link in links]
+    num_slow = Counter(node for pair in pairs if len(pair) == 2 for node in pair)
+    for link, nodes in zip(links, pairs, strict=True):
+        worst = max(num_slow[node] for node in nodes)
+        at_fault = [node for node in nodes if num_slow[node] == worst]  # the node of which most links are slow
+        ranks, rate = ", ".join(map(str, link.ranks)), link.bytes_per_second / BYTES_PER_GB
+        what = f"slow {link.what}: ranks {ranks} on {', '.join(sorted(nodes))}: {rate:.3g} GB/s"
+        faults.append((at_fault[0] if len(at_fault) == 1 else "", what))
+    return faults
+
+
+def _wrong_products(found: Health, by_rank: Sequence[Health]) -> list[tuple[str, str]]:
+    alike = Counter(other.digest for other in by_rank if other.device_name == found.device_name)
+    if found.num_wrong:
+        return [(found.node, f"wrong product: rank {found.rank}: {found.num_wrong} results differ from its first")]
+    if alike[found.digest] < max(alike.values()):
+        return [(found.node, f"wrong product: rank {found.rank}: its bits are not those of most ranks")]
+    return []
+
+
+def nodes_left(names: Sequence[str], faults: Sequence[tuple[str, str]]) -> list[str]:
+    """Return the names of the nodes without faults. Raises ConfigError if a fault cannot be left out by its node."""
+    left = list(names)
+    for node, what in faults:
+        own = [name for name in names if name.partition(":")[0] in (node, node.split(".")[0])]
+        if not own:
+            raise ConfigError(f"health: {node or 'two nodes'}: {what}; leave out a node by hand")
+        left = [name for name in left if name not in own]
+    return left
+
+
+def check(names: Sequence[str], expected: ClusterSpec | None) -> None:
+    """Measure, and raise ConfigError on all ranks if something is slow or wrong, or print the nodes that are left."""
+    world = start_world()
+    store = shared_store()
+    store.set(f"health/{world.rank}", json.dumps(asdict(measure(world))))
+    if world.is_first:
+        by_rank = [Health.parse(store.get(f"health/{rank}")) for rank in range(world.size)]
+        store.set("health/faults", json.dumps(find_faults(by_rank, expected)))
+    faults = [(node, what) for node, what in json.loads(store.get("health/faults"))]
+    if faults and not names:
+        raise ConfigError("health: " + "\n  ".join(f"{node or 'either node'}: {what}" for node, what in faults))
+    left = nodes_left(names, faults)
+    if world.is_first:
+        sys.stderr.write(
+            "".join(f"health: {node} is left out: {what}\n" for node, what in faults) or "health: all are well\n"
+        )
+    if world.local_rank == 0 and names and socket.gethostname() not in {node for node, _ in faults}:
+        sys.stdout.write(",".join(left) + "\n")
+    stop_world()
+
+
+def main(words: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m lab.measure.health", description=__doc__)
+    parser.add_argument("--nodes", default="", help="names of all nodes, separated by commas")
+    parser.add_argument("--expect", help="cluster file: a device with less than half of its rate is slow")
+    options = parser.parse_args(words)
+    expected = ClusterSpec.load(options.expect) if options.expect else None
+    check([name for name in options.nodes.split(",") if name], expected)
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except ConfigError as error:
+        exit_with_error(error)
