@@ -13,7 +13,7 @@ from zero.step.pieces import Piece
 
 
 class UnusedParameters:
-    """Leaves out of an update what no rank used, if it `skips`; else warns once of what this rank did not use."""
+    """A filter of what is updated: if it `skips`, without what no rank used, else all, with a warning once."""
 
     def __init__(
         self, pieces_of: dict[nn.Parameter, list[Piece]], module: nn.Module, assembled: AssembledUpdates, *, skips: bool
@@ -25,6 +25,7 @@ class UnusedParameters:
             )
         self._pieces_of, self._skips = pieces_of, skips
         self._names = {param: name for name, param in module.named_parameters() if param in pieces_of}
+        self._params = frozenset(self._names)
         self._warns, self._unused = not skips, frozenset[Piece]()
 
     def find(self, used: Set[nn.Parameter], axes: Sequence[Axis], device: torch.device) -> None:
@@ -32,7 +33,7 @@ class UnusedParameters:
 
         If it `skips`, all ranks along `axes` call it, and the host waits for the answers of the others.
         """
-        if self._warns and not used >= self._names.keys():
+        if self._warns and not used >= self._params:
             self._warns = False
             unused = [name for param, name in self._names.items() if param not in used]
             warnings.warn(
