@@ -212,8 +212,7 @@ class Trainer:
             if is_evaluated:
                 record |= self._evaluate()
             if is_judged:
-                record |= judge(state.model, self._tasks, state.mesh, settings.train.micro_batch_size, self._watch.beat)
-                self._throughput.restart()
+                record |= self._judge()
             if is_sampled:
                 record["samples"] = self._sample()
             self._console.log_step(record, settings.train, self._corpus.tokens_per_sample)
@@ -258,6 +257,13 @@ class Trainer:
         loss = statistics.fmean(losses.values())
         of_corpora = {f"validation_loss/{name}": value for name, value in losses.items() if name}
         return {"validation_loss": loss, "validation_perplexity": float(torch.tensor(loss).exp()), **of_corpora}
+
+    def _judge(self) -> dict[str, float]:
+        """Return the metrics of the tasks. All ranks call it."""
+        state, batch_size = self._state, self._settings.train.micro_batch_size
+        metrics = judge(state.model, self._tasks, state.mesh, batch_size, self._watch.beat)
+        self._throughput.restart()
+        return metrics
 
     def _sample(self) -> list[dict[str, str]]:
         """Return texts that the model generates. All ranks call it."""
