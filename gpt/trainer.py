@@ -6,6 +6,7 @@ import time
 from collections.abc import Generator, Iterator
 from contextlib import closing, nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -27,7 +28,7 @@ from gpt.monitor.profiling import Profiler, straggler_lines, timer_table
 from gpt.monitor.records import Records
 from gpt.monitor.watch import Watch
 from gpt.replicas import compare_replicas
-from gpt.settings.schedule import batch_plan, learning_rate
+from gpt.settings.schedule import batch_plan, consumed_samples_after, learning_rate
 from gpt.settings.settings import Settings
 from gpt.tasks import judge, load_tasks
 from gpt.train_step import evaluate, mean_over, train_step
@@ -85,7 +86,8 @@ class Trainer:
         """Resume, run every step that is left, and report. Raises ConfigError for errors that the user can correct."""
         try:
             # First, because it removes later steps from metrics.jsonl, from which tracking reads the history.
-            self._progress = self._recovery.resume(self._settings.to_yaml())
+            samples_before = partial(consumed_samples_after, self._settings.train.batch)
+            self._progress = self._recovery.resume(self._settings.to_yaml(), samples_before)
             first = self._progress.step
             self._records.warn_if_rate_changed(first)
             with (

@@ -26,7 +26,8 @@ require_siblings("zero", "parallel")  # before anything of it is imported
 
 from zero.activations.checkpointed_blocks import ActivationsConfig, checkpointed_blocks
 from zero.buckets.guarded_parameter import GradientAccessError, ShardedParameterError
-from zero.dcp.state import DistributedState, load_distributed
+from zero.dcp.folder import load_distributed
+from zero.dcp.state import DistributedState
 from zero.engine import ZeroDataParallel
 from zero.memory.placement import OffloadConfig
 from zero.optimizer import ZeroOptimizer

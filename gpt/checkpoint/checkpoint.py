@@ -9,17 +9,18 @@ files, `zero/state/rank_state.py` loads them, and `gpt/checkpoint/folder.py` fin
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from gpt.builder.train_state import TrainState
 from gpt.checkpoint.folder import checkpoints, step_in_name
+from gpt.checkpoint.foreign import load_foreign
 from gpt.checkpoint.layout import Progress, SavedRun, changed_data, check_model, read_run
 from gpt.shape.config import ModelConfig
 from parallel.errors import ConfigError
-from zero.state.layout_file import is_complete
+from zero.state.layout_file import is_complete, writer_of
 from zero.state.rank_state import RankState
 
 logger = logging.getLogger(__name__)
@@ -31,14 +32,22 @@ def rank_state(state: TrainState) -> RankState:
     return RankState(state.model, state.optimizer, {f"guard.{name}": tensor for name, tensor in of_guard.items()})
 
 
-def load(checkpoint: Path, state: TrainState, data: Mapping[str, Any] | None = None) -> Progress:
+def load(
+    checkpoint: Path,
+    state: TrainState,
+    data: Mapping[str, Any] | None = None,
+    samples_before: Callable[[int], int] = lambda step: 0,
+) -> Progress:
     """Load the checkpoint into `state` and return its progress.
 
     The run then continues as it would have without the interruption: bit for bit with the same stage, mesh and buckets,
     up to rounding with others. The ranks share the verification of all files by checksum. A warning is logged for each
     of the settings `data`, which determine the order of samples, that has changed. Raises ConfigError if the checkpoint
-    is damaged or holds another model.
+    is damaged or holds another model. `load_foreign` loads that of another program, where
+    `samples_before` has its meaning.
     """
+    if writer := writer_of(checkpoint):
+        return load_foreign(checkpoint, writer, state, samples_before)
     own = rank_state(state)
     with _remedy_in_errors(checkpoint):
         saved = read_run(checkpoint)

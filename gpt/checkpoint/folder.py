@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from parallel.errors import ConfigError
-from zero.state.layout_file import is_complete, no_checkpoint
+from zero.state.layout_file import is_complete, no_checkpoint, writer_of
 from zero.state.schema import shown
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ def newest(folder: Path) -> Path | None:
 def find(folder: Path, resume: str) -> Path | None:
     """Return the checkpoint that the setting `checkpoint.resume` selects, or None to start from the beginning.
 
-    Raises ConfigError if it is the name of a folder that does not hold a complete checkpoint.
+    Raises ConfigError if it is the name of a folder that holds no complete checkpoint, also not of another program.
     """
     if resume == "never":
         return None
@@ -58,7 +58,7 @@ def find(folder: Path, resume: str) -> Path | None:
         found = newest(folder)
         _warn_if_latest_differs(folder, found)
         return found
-    if not is_complete(Path(resume)):
+    if not is_complete(Path(resume)) and not writer_of(Path(resume)):
         raise ConfigError(f"checkpoint.resume={shown(resume)[1:-1]} {no_checkpoint(Path(resume))}, or choose auto")
     return Path(resume)
 

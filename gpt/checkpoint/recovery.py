@@ -78,19 +78,20 @@ class Recovery:
     def _folder(self) -> Path:
         return self._run_dir / CHECKPOINTS
 
-    def resume(self, settings: str) -> Progress:
+    def resume(self, settings: str, samples_before: Callable[[int], int] = lambda step: 0) -> Progress:
         """Lock the folder, load the checkpoint that `checkpoint.resume` selects, and return its progress.
 
-        `settings` is the text of config.yaml. Raises ConfigError if the folder is in use or cannot be written, or if
-        the checkpoint cannot be loaded; the lock is then released.
+        `settings` is the text of config.yaml, and `samples_before` a function of a step, for checkpoints of other
+        programs. Raises ConfigError if the folder is in use or cannot be written, or if the checkpoint cannot be
+        loaded; the lock is then released.
         """
         try:
-            return self._resume(settings)
+            return self._resume(settings, samples_before)
         except BaseException:
             self.release()
             raise
 
-    def _resume(self, settings: str) -> Progress:
+    def _resume(self, settings: str, samples_before: Callable[[int], int]) -> Progress:
         # Before anything is read, because another job may be writing to the folder. A folder that does not exist yet is
         # locked below: nothing is created if loading fails.
         if self._is_first and self._run_dir.exists():
@@ -101,7 +102,7 @@ class Recovery:
                 f"rank {self._state.mesh.rank} would resume from {found}, another rank from elsewhere; put "
                 f"run.dir={self._run_dir} on a file system that all nodes share"
             )
-        progress, source = self._load(found) or (progress, None)
+        progress, source = self._load(found, samples_before) or (progress, None)
         if source:
             self._say(f"resumed from {source}, after step {progress.step}")
         if self._snapshots:
@@ -116,13 +117,16 @@ class Recovery:
         self._state.mesh.barrier()
         return progress
 
-    def _load(self, found: Path | None) -> tuple[Progress, Path] | None:
+    def _load(self, found: Path | None, samples_before: Callable[[int], int]) -> tuple[Progress, Path] | None:
         """Load the newest snapshot if it is newer than the checkpoint `found`, else that, and return which."""
         if self._snapshots and self._config.resume == "auto":
             after, is_continued = step_in_name(found) if found else None, (self._run_dir / CONFIG).exists()
             if snapshot := self._snapshots.load_newest(after or 0, is_continued):
                 return snapshot
-        return None if found is None else (load(found, self._state, self._data), found)
+        if found is None:
+            return None
+        progress = load(found, self._state, self._data, samples_before)
+        return replace(progress, run=progress.run or name_run()), found
 
     def save(self, progress: Progress) -> None:
         """Wait for the previous save, and begin to save the checkpoint of this step.

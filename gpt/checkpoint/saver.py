@@ -24,6 +24,7 @@ class SaveOfRanks(NamedTuple):
     on_written: Callable[[Path, bool], None] = lambda partial, is_written: None
     hosts: Sequence[int] = (0,)
     remedy: str = REMEDY
+    make_room: Callable[[], None] = lambda: None
 
 
 ONE_FOLDER = SaveOfRanks()
@@ -48,9 +49,8 @@ class RunSaver:
         of_ranks: SaveOfRanks = ONE_FOLDER,
     ):
         self._folder, self._config, self._data, self._state = folder, state.config, data or {}, rank_state(state)
-        on_chunk, on_written, hosts, remedy = of_ranks
         tidy = partial(delete_old, folder, kept)
-        publication = Publication(self._publish, remedy, tidy, on_complete, on_chunk, on_written, hosts)
+        publication = Publication(self._publish, tidy=tidy, on_complete=on_complete, **of_ranks._asdict())
         self._writer = CheckpointWriter(self._state.mesh, self._state.device, publication, is_async=is_async)
 
     def start(self, progress: Progress) -> None:

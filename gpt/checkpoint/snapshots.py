@@ -72,15 +72,14 @@ class Snapshots:
         self._nodes: list[list[int]] = self._decisions.decide(_node_of(self._folder), _ranks_by_value)
         self._node = next(node for node in self._nodes if self._rank in node)
         self._is_host = self._node[0] == self._rank
-        of_ranks = SaveOfRanks(on_chunk, self._send_to_partner, [node[0] for node in self._nodes], REMEDY)
+        hosts = [node[0] for node in self._nodes]
+        of_ranks = SaveOfRanks(on_chunk, self._send_to_partner, hosts, REMEDY, self._delete_older)
         self._saver = RunSaver(self._folder, state, kept=Kept(2), is_async=True, data=data, of_ranks=of_ranks)
         self._saving: int | None = None
 
     def save(self, progress: Progress) -> None:
         """Wait for the previous snapshot, and begin another one. A failure is logged, and training goes on."""
         self.settle()
-        if self._is_host:
-            delete_old(self._folder, Kept(1))  # makes room; a crash from here on finds the one that all nodes have
         self._saving = progress.step
         self._saver.start(progress)
 
@@ -154,6 +153,12 @@ class Snapshots:
             except ConfigError as error:
                 problem = str(error)
         return Found((seal.checksum, seal.num_bytes), tuple(files), num_files, problem)
+
+    def _delete_older(self) -> None:
+        """Make room. A crash from here on finds the generation that all nodes have."""
+        # Beside training: it takes longer than the copy, because a node has the files of its ranks and their partners.
+        if self._is_host:
+            delete_old(self._folder, Kept(1))
 
     def _send_to_partner(self, partial: Path, is_written: bool) -> None:
         """Send this rank's file to the next node, and write those of the ranks whose partner this one is."""

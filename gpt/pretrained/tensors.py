@@ -8,7 +8,8 @@ SwiGLU     gate and up                               rows (unit, gate | up)
 head       lm_head.weight                            no entry if it is tied
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from parallel.tensor.split_parameters import split_dims
 
 WORDS = ("token_embedding.weight", "head.weight")  # the parameters whose rows are words, and are padded
 HEAD = "lm_head."
+Rectangle = tuple[torch.Size, Tensor]  # the offsets of a part of a tensor, and its values
 
 
 class Source(NamedTuple):
@@ -54,6 +56,30 @@ class Source(NamedTuple):
         """Return the tensors, contiguous, that a parameter is made of."""
         parts = tensor.unflatten(0, (self.num_groups, self.num_parts, -1)).transpose(0, 1).flatten(0, 2)
         return [(part.T if self.is_transposed else part).contiguous() for part in parts.chunk(len(self.names))]
+
+    def cut(self, rectangles: Iterable[Rectangle], num_rows: int) -> list[list[Rectangle]]:
+        """Return the rectangles of each tensor, views, that those of the parameter consist of; it has `num_rows`."""
+        found: list[list[Rectangle]] = [[] for _ in self.names]
+        part_rows = num_rows // (self.num_groups * self.num_parts)
+        for (first, *others), values in rectangles:
+            for rows in self._runs(range(first, min(first + len(values), num_rows)), part_rows):
+                packed, row = divmod(rows.start, part_rows)
+                group, part = divmod(packed, self.num_parts)
+                number, piece = divmod(part, self.pieces)
+                offsets = [(piece * self.num_groups + group) * part_rows + row, *others]
+                own = values[rows.start - first : rows.stop - first : rows.step]
+                if self.is_transposed:
+                    offsets, own = offsets[::-1], own.T
+                found[number].append((torch.Size(offsets), own))
+        return found
+
+    def _runs(self, rows: range, part_rows: int) -> Iterator[range]:
+        """Divide rows of the parameter into those that are consecutive rows of a tensor."""
+        if part_rows == 1 or self.num_parts == 1:  # such as the units of SwiGLU
+            yield from filter(None, (rows[number :: self.num_parts] for number in range(self.num_parts)))
+        elif rows:
+            cuts = range((rows.start // part_rows + 1) * part_rows, rows.stop, part_rows)
+            yield from (range(*ends) for ends in pairwise([rows.start, *cuts, rows.stop]))
 
 
 def source_of(name: str, family: Family, config: ModelConfig) -> Source:

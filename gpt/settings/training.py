@@ -71,7 +71,7 @@ class Fp8Settings:
     128 of activations and gradients, 128 x 128 of weights (GPUs of compute capability 9.0 only). mxfp8 and nvfp4 have
     32 and 16 along the dim of the sum, and are emulated."""
     use_fast_accum: bool = False
-    """Let Hopper's kernels add with fewer bits than fp32, which is faster."""
+    """Let Hopper's kernels add with fewer bits than fp32, which is faster; that of blockwise does not."""
     emulate: bool = False
     """Compute with the values that codes stand for, in fp32, slower than bf16; a GPU without the kernel is an error
     otherwise. A CPU always does."""

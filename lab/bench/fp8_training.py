@@ -5,6 +5,7 @@ OMP_NUM_THREADS=1 python -m lab.bench.fp8_training --data runs/fp8_training/stdl
 
 All is computed in fp32, which these CPUs multiply fast: the operands of products are rounded to bf16 first, those of
 linear layers of blocks, of attention and of the head. The products of FP8 quantize these operands, as in a run in bf16.
+Runs in fp32, which round nothing, say how much of a difference is chance: small changes grow over the steps.
 OUTPUT.json gets the curve of each run as it ends, seed by seed, and a second start continues with the runs that are
 left; OUTPUT.png is the plot, and the table is printed.
 """
@@ -27,18 +28,19 @@ from lab.bench.short_runs import Curve
 from lab.pages.markdown import table
 from lab.pages.plots import plot
 from parallel.tensor.products import OwnPrecision, Products, Tensors
+from zero.fp8.kernels import KERNELS
 from zero.fp8.products import ScaledProducts
+from zero.fp8.scaling import RECIPES
 
 STEPS, EVALUATE_EVERY, NUM_VALIDATION_BATCHES = 1000, 250, 64
-BASELINE = "bf16"
-RECIPES = "tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4"
+BASELINE, EXACT = "bf16", "fp32"  # EXACT: as the baseline, with operands that are not rounded
 Curves = dict[str, dict[str, Curve]]  # by recipe and seed
 
 
 def main() -> None:
     parser = short_runs.options_parser(__doc__, "prefix of token files with a vocabulary of 4096", STEPS)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=RECIPES)
+    parser.add_argument("--recipes", nargs="+", choices=[*RECIPES, EXACT], default=[*KERNELS, EXACT])
     options = parser.parse_args()
     tokens = short_runs.tokens_of(options.data)
     runs = (
@@ -54,10 +56,9 @@ def main() -> None:
 def train(name: str, seed: int, tokens: Tensor, num_steps: int) -> Curve:
     """Return the curve of a recipe."""
     arguments = [f"--config={Path(__file__).with_suffix('.yaml')}", f"--train.seed={seed}"]
-    arguments += [] if name == BASELINE else ["--train.matmul=fp8", f"--train.fp8.recipe={name}"]
-    return list(
-        short_runs.train(arguments, tokens, num_steps, EVALUATE_EVERY, round_operands, seed, NUM_VALIDATION_BATCHES)
-    )
+    arguments += ["--train.matmul=fp8", f"--train.fp8.recipe={name}"] if name in RECIPES else []
+    change = round_operands if name != EXACT else lambda _state: None
+    return list(short_runs.train(arguments, tokens, num_steps, EVALUATE_EVERY, change, seed, NUM_VALIDATION_BATCHES))
 
 
 class _Rounded(torch.autograd.Function):

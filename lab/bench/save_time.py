@@ -1,4 +1,4 @@
-"""Compare saves and loads with plain copies of the same bytes, and with DCP: stall, bandwidth, peak of host memory.
+"""Compare saves, snapshots and loads with plain copies of the same bytes, and with DCP: stall, bandwidth, peak memory.
 
 scripts/bench/save_time.sh starts this on every rank. A round measures every kind of save and copy once. Results are the
 medians over rounds of the times, and of the ratios of two times of one round.
@@ -22,7 +22,9 @@ from gpt.checkpoint.checkpoint import load, rank_state
 from gpt.checkpoint.folder import Kept
 from gpt.checkpoint.layout import Progress
 from gpt.checkpoint.saver import RunSaver
+from gpt.checkpoint.snapshots import Snapshots
 from gpt.settings.data import DataSettings
+from gpt.settings.run import CheckpointSettings
 from gpt.settings.settings import Settings
 from gpt.settings.training import TrainSettings
 from gpt.shape.config import ModelConfig
@@ -70,6 +72,8 @@ class Bench:
             name: RunSaver(folder / name, state, kept=Kept(1), is_async=name == "asynchronous")
             for name in ("waiting", "asynchronous")
         }
+        in_memory = CheckpointSettings(snapshot_every=1)
+        self.snapshots = Snapshots(in_memory, folder, state, {}, on_chunk=lambda: None)
         self.shared = {"app": DistributedState(state.model, state.optimizer)}
         self.plain_copies = HostCopies(torch.device("cpu"))
         self.tensors = rank_state(state).tensors()
@@ -93,6 +97,10 @@ class Bench:
         stall = self.seconds(lambda: asynchronous.start(progress))
         found["save, asynchronous: stall"] = stall
         found["save, asynchronous: until complete"] = stall + self.seconds(asynchronous.wait)
+        found["snapshot: stall"] = self.seconds(lambda: self.snapshots.save(progress))
+        found["step while a snapshot is written"] = self.seconds(lambda: train_step(self.state))
+        self.snapshots.settle()
+        found["step"] = self.seconds(lambda: train_step(self.state))
         futures: list[Any] = []
         of_dcp = self.folder / f"dcp-{self.step}"
         stall = self.seconds(lambda: futures.append(dcp.async_save(self.shared, checkpoint_id=of_dcp)))
@@ -138,13 +146,15 @@ def main() -> None:
     state = build_state(2, world.device)
     train_step(state)
     bench = Bench(state, folder)
-    bench.round()  # allocates the host copies
+    for _ in range(2):  # allocates the host copies; from the third round on a save deletes an old snapshot
+        bench.round()
     rounds = [bench.round() for _ in range(options.rounds)]
     saved = peak_growth(lambda: save(bench.savers["waiting"], Progress(99)))
     other = build_state(3, world.device)
     loaded = peak_growth(lambda: load(folder / "waiting" / "step-00000099", other))
     if world.is_first:
         report(rounds, bench.num_bytes, {"save, waiting": saved, "load at another stage": loaded})
+    bench.snapshots.delete_all()
     state.mesh.barrier()
     if world.is_first:
         shutil.rmtree(folder)

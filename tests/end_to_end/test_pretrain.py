@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpt import trainer
+from gpt.builder.train_state import build
+from gpt.checkpoint.checkpoint import load
 from gpt.model.transformer import GPT
 from gpt.monitor.console import RunConsole
 from gpt.run_folder.files import read_steps
@@ -19,7 +22,7 @@ from gpt.settings.parser import parse_settings
 from lab.dryrun.collectives import read_profile
 from lab.dryrun.report import run_and_report
 from parallel.errors import ConfigError
-from parallel.mesh import Axis
+from parallel.mesh import Axis, Mesh
 from parallel.tensor.token_layout import ReplicatedTokens
 from parallel.world import start_world
 from pretrain_gpt import pretrain
@@ -27,6 +30,7 @@ from tests.end_to_end.runs import PLAIN, options, run, run_on_rank
 from tests.programs import ROOT
 from tests.ranks import run_ranks
 from tests.recordings import assert_figures_recorded
+from zero import DistributedState
 
 MEASURED = {"tokens_per_second", "model_tflops_per_device", "hardware_tflops_per_device"}
 MEASURED |= {"peak_allocated_bytes", "peak_reserved_bytes", "reserved_unused_bytes", "allocation_retries"}
@@ -144,6 +148,22 @@ def test_a_resumed_run_equals_an_undisturbed_one_bit_for_bit(
     resumed = run(num_ranks, corpus, tmp_path / "run", **settings)
     # By repr, because the norm of an overflow is NaN.
     assert repr(reproducible(resumed)) == repr(reproducible(undisturbed))
+
+
+def save_by_dcp(arguments: list[str], checkpoint: Path, folder: Path) -> None:
+    settings = parse_settings(arguments)
+    state = build(settings, Mesh.create(1), torch.device("cpu"))
+    load(checkpoint, state)
+    dcp.save({"app": DistributedState(state.model, state.optimizer)}, checkpoint_id=folder)
+
+
+def test_a_run_that_resumes_from_a_dcp_folder_goes_on_in_the_same_order_of_samples(corpus, tmp_path, ended):
+    checkpoint = ended / "checkpoints" / "step-00000003"
+    run_ranks(2, save_by_dcp, options(corpus, ended), checkpoint, tmp_path / "dcp")
+    found = run(4, corpus, tmp_path / "run", checkpoint__resume=tmp_path / "dcp", zero__stage=3, **THREE_A_CHECKPOINT)
+    expected = read_steps(ended)[3:]
+    assert [(record["step"], record["tokens"]) for record in found] == [(r["step"], r["tokens"]) for r in expected]
+    assert [record["loss"] for record in found] == pytest.approx([record["loss"] for record in expected], rel=1e-6)
 
 
 def test_two_resumes_across_epochs_equal_one_run(corpus, tmp_path):

@@ -11,6 +11,7 @@ from zero.fp8.scaling import RECIPES, quantize
 
 pytestmark = pytest.mark.gpu
 TOKENS, ROWS, COLUMNS = 512, 384, 256
+FEW_TOKENS = 1, 3, 20  # as in generation
 # Hopper's tensor cores keep 13 bits of each term of 32, relative to the largest; in fp32 these sums are added up.
 ROUNDING = 32 * 2.0**-13
 
@@ -35,7 +36,7 @@ def test_the_three_products_equal_their_emulation(gpu, recipe, use_fast_accum):
     row = RECIPES[recipe]
     x, weight, grad = operands(gpu)
     for a, b in (
-        (quantize(x, row), quantize(weight, row, is_weight=True)),
+        *((quantize(x[:number], row), quantize(weight, row, is_weight=True)) for number in (*FEW_TOKENS, TOKENS)),
         (quantize(grad, row), quantize(weight.t(), row, is_weight=True)),
         (quantize(grad.t(), row), quantize(x.t(), row)),
     ):

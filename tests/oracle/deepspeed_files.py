@@ -37,7 +37,8 @@ def write_deepspeed(
     counter = optimizer.state[groups[0][0]]["step"]
     (folder / "global_step3").mkdir(parents=True)
     (folder / "latest").write_text("global_step3")
-    scaler = _class("deepspeed.runtime.fp16.loss_scaler", "LossScaler")()
+    scaler = _class("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler")()
+    vars(scaler).update(cur_scale=1024.0, cur_iter=13, last_overflow_iter=7, scale_window=1000)
     for rank in range(num_ranks):
         weights, *moments = ([group[rank] for group in of_kind] for of_kind in flats)
         state = {
@@ -62,6 +63,8 @@ def write_deepspeed(
             "shared_params": {},
             "dp_world_size": num_ranks,
             "mp_world_size": 1,
+            "global_steps": 3,
+            "global_samples": 12,
         }
         name = f"zero_pp_rank_{rank}_mp_rank_00" if stage == 3 else "mp_rank_00"
         torch.save(described, folder / "global_step3" / f"{name}_model_states.pt")

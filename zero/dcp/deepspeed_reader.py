@@ -27,15 +27,20 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from parallel.errors import ConfigError, first_line
+from zero.dcp.safe_reader import read_items
 from zero.partition.layout import overlap, rectangles
+from zero.state.layout_file import writer_of
+from zero.state.schema import shown
 
+GROWTH_TRACKER = "_growth_tracker"  # in the state of torch's GradScaler: steps since the loss scale has changed
 LATEST, MODEL_STATES, OPTIM_STATES = "latest", "*_model_states.pt", "*_optim_states.pt"
 FLATS, FLATS_OF_STAGE_3 = "single_partition_of_fp32_groups", "fp32_flat_groups"
+COUNTERS = ("global_steps", "global_samples")
 WEIGHTS, MOMENTS, GROUPS = "model", "optim.state", "optim.param_groups"  # the beginnings of keys
 CLASSES = {
     "runtime.fp16": ("loss_scaler.LossScaler", "loss_scaler.DynamicLossScaler"),
@@ -90,22 +95,15 @@ class DeepSpeedReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Copy what the plan needs."""
-        for item in plan.items:
-            if item.type is LoadItemType.BYTE_IO:
-                content = io.BytesIO()
-                torch.save(self._values[item.storage_index.fqn], content)
-                content.seek(0)
-                planner.load_bytes(item, content)
-                continue
-            values = self._parts[MetadataIndex(item.storage_index.fqn, item.storage_index.offset)]
-            for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-                values = values.narrow(dim, offset, length)
-            out = planner.resolve_tensor(item).detach()
-            out.copy_(values)
-            planner.commit_tensor(item, out)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+        return read_items(plan, planner, self._part)
+
+    def _part(self, item: ReadItem) -> io.BytesIO | Tensor:
+        if item.type is not LoadItemType.BYTE_IO:
+            return self._parts[MetadataIndex(item.storage_index.fqn, item.storage_index.offset)]
+        content = io.BytesIO()
+        torch.save(self._values[item.storage_index.fqn], content)
+        content.seek(0)
+        return content
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """Do nothing: a reader has one folder."""
@@ -128,7 +126,10 @@ class DeepSpeedReader(StorageReader):
 
     def _read(self) -> None:
         if (latest := self._folder / LATEST).is_file():
-            self._folder /= Path(latest.read_text().strip()).name
+            name = Path(latest.read_text().strip()).name
+            if not (self._folder / name).is_dir():
+                raise ConfigError(f"{latest} names {shown(name)}, which is no folder beside it; it is damaged")
+            self._folder /= name
         models, ranks = (self._files(pattern) for pattern in (MODEL_STATES, OPTIM_STATES))
         states, described = [rank["optimizer_state_dict"] for rank in ranks], models[0]
         sizes = num_data, num_model = described["dp_world_size"], described["mp_world_size"]
@@ -158,8 +159,10 @@ class DeepSpeedReader(StorageReader):
                         self._add(key, torch.Size(), range(1), value.flatten())
         for number, group in enumerate(inner["param_groups"]):
             for name, value in group.items():
-                self._values[key := f"{GROUPS}.{number}.{name}"] = value
-                self._metadata.state_dict_metadata[key] = BytesStorageMetadata()
+                self._values[f"{GROUPS}.{number}.{name}"] = value
+        self._values |= {name: described[name] for name in COUNTERS if name in described}
+        self._values |= _loss_scale(states[0]["loss_scaler"])
+        self._metadata.state_dict_metadata |= {key: BytesStorageMetadata() for key in self._values}
         self._check_sizes()
 
     def _add_untrained(self, models: list[dict[str, Any]], shapes: Mapping[str, torch.Size]) -> None:
@@ -215,12 +218,21 @@ class DeepSpeedReader(StorageReader):
 
 def is_deepspeed(folder: Path) -> bool:
     """Return whether DeepSpeed's `save_checkpoint` has written a folder, or the one of a step in it."""
-    return (folder / LATEST).is_file() or any(folder.glob(OPTIM_STATES))
+    return writer_of(folder) == "DeepSpeed"
 
 
 def _rank_of(path: Path) -> int:
     _, _, after = path.name.partition("pp_rank_")
     return int(after.partition("_")[0] or 0)
+
+
+def _loss_scale(scaler: _Inert) -> dict[str, Any]:
+    """Return a dynamic loss scale as torch's GradScaler saves it."""
+    found = vars(scaler)
+    if "last_overflow_iter" not in found:
+        return {}
+    num_good = (found["cur_iter"] - found["last_overflow_iter"] - 1) % found["scale_window"]
+    return {"scaler.scale": found["cur_scale"], f"scaler.{GROWTH_TRACKER}": num_good}
 
 
 def _share(numel: int, rank: int, num_ranks: int) -> range:

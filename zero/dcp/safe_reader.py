@@ -1,14 +1,18 @@
 """A reader of DCP's folders that executes nothing of what it reads: they may come from anywhere."""
 
+import io
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
 
 from parallel.errors import ConfigError, first_line
 
@@ -58,6 +62,42 @@ class SafeReader(FileSystemReader):
             ) from error
         metadata.storage_meta = None
         return metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Copy what the plan needs."""
+        return read_items(plan, planner, self._read)
+
+    def _read(self, item: ReadItem) -> io.BytesIO | Tensor:
+        info = self.storage_data[item.storage_index]
+        with (Path(self.path) / info.relative_path).open("rb") as file:
+            part = self._slice_file(file, info)
+            stream: Any = self.transforms.transform_load_stream(item, info.transform_descriptors or (), part)
+            if item.type is LoadItemType.BYTE_IO or not stream.seekable():
+                stream = io.BytesIO(stream.read(-1))
+            is_tensor = item.type is LoadItemType.TENSOR
+            return torch.load(stream, map_location="cpu", weights_only=True) if is_tensor else stream
+
+
+def read_items(plan: LoadPlan, planner: LoadPlanner, read: Callable[[ReadItem], io.BytesIO | Tensor]) -> Future[None]:
+    """Copy what a plan needs; `read` is called once for each stored piece, and returns it; items are parts of one."""
+    last, stored = None, None
+    for item in sorted(plan.items, key=lambda item: (item.storage_index.fqn, item.storage_index.offset or ())):
+        if item.storage_index != last:
+            stored = None  # freed before the next one is read
+            last, stored = item.storage_index, read(item)
+        if isinstance(stored, io.BytesIO):
+            planner.load_bytes(item, stored)
+            continue
+        assert stored is not None
+        values = stored
+        for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+            values = values.narrow(dim, offset, length)
+        out = planner.resolve_tensor(item).detach()
+        out.copy_(values)
+        planner.commit_tensor(item, out)
+    done: Future[None] = Future()
+    done.set_result(None)
+    return done
 
 
 class SafePlanner(DefaultLoadPlanner):

@@ -7,25 +7,18 @@ The names are those of torch's `get_state_dict`: "model.NAME" for the weights, o
 """
 
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from parallel.errors import ConfigError, first_line
+from parallel.errors import ConfigError
 from parallel.mesh import Axis
 from parallel.tensor.split_parameters import split_dims
 from zero.dcp.chunked_tensor import Chunk, ChunkedTensor
-from zero.dcp.deepspeed_reader import DeepSpeedReader, is_deepspeed
-from zero.dcp.safe_reader import SafePlanner, SafeReader
 from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
 from zero.partition.layout import rectangles
-from zero.state.layout_file import is_complete
 from zero.step.bucketed_optimizer import settings_of
 
 REMEDY = "use `save` and `load` of zero"
@@ -141,64 +134,6 @@ class DistributedState:
         if dim is not None:
             shape[dim] *= self._tensor.size
         return ChunkedTensor(torch.Size(shape), chunks, dtype, self._model.offload.device)
-
-
-def load_distributed(folder: str | Path, model: ZeroDataParallel, optimizer: ZeroOptimizer | None = None) -> None:
-    """Load a folder that DCP has written, from a `DistributedState` or from FSDP2, or DeepSpeed, at any layout.
-
-    All ranks call it. Names are found whatever the program has put before "model." and "optim.". Nothing of the folder
-    is executed: files may name few classes. Without `optimizer` the weights alone are loaded. Raises ConfigError on
-    all ranks, before anything is loaded, if the folder does not describe this model or its optimizer's states.
-    """
-    folder = Path(folder)
-    if is_complete(folder):
-        raise ConfigError(f"{folder} is a checkpoint that `save` of zero has written; load it by `load`")
-    reader = DeepSpeedReader(folder) if is_deepspeed(folder) else SafeReader(folder)
-    state = DistributedState(model, optimizer)
-    metadata = reader.read_metadata()
-    content = state.state_dict()
-    flat = _found(folder, metadata, "", content["model"])
-    settings: dict[str, Any] = {}
-    if optimizer is not None:
-        moments = content["optim"]["state"]
-        names = {f"{name}.{kind}": value for name, kinds in moments.items() for kind, value in kinds.items()}
-        flat |= _found(folder, metadata, "state.", names)
-        groups = enumerate(content["optim"]["param_groups"])
-        ends = tuple(f"param_groups.{number}.{name}" for number, group in groups for name in group)
-        settings = {key: None for key in metadata.state_dict_metadata if key.endswith(ends)}
-    wanted = {**flat, **settings}
-    try:
-        dcp.load(wanted, storage_reader=reader, planner=SafePlanner())
-    except CheckpointException as error:
-        (cause, _), *_ = error.failures.values()
-        raise ConfigError(f"{folder} is damaged ({first_line(cause)}); choose another folder") from error
-    for key in settings:
-        _, _, place = key.rpartition("param_groups.")
-        number, _, name = place.partition(".")
-        content["optim"]["param_groups"][int(number)][name] = wanted[key]
-    state.load_state_dict(content)
-
-
-def _found(folder: Path, metadata: Metadata, section: str, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors by their keys in the folder, in which all have the same words before them."""
-    stored = metadata.state_dict_metadata
-    first = section + next(iter(wanted))
-    prefixes = [key.removesuffix(first) for key in stored if key == first or key.endswith(f".{first}")]
-    if len(prefixes) != 1:
-        raise ConfigError(
-            f"{folder} has {len(prefixes)} tensors whose names end in {first}, and one is needed; choose the folder of "
-            "this model and optimizer"
-        )
-    found = {f"{prefixes[0]}{section}{name}": tensor for name, tensor in wanted.items()}
-    for key, tensor in found.items():
-        entry = stored.get(key)
-        there = list(entry.size) if isinstance(entry, TensorStorageMetadata) else "missing"
-        if there != list(tensor.shape):
-            raise ConfigError(
-                f"{folder} is of another model or optimizer: {key} is {there} there and {list(tensor.shape)} here; "
-                "choose the folder of this one"
-            )
-    return found
 
 
 def _repeat_counters(optimizer: ZeroOptimizer) -> None:

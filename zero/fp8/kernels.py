@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.functional import ScalingType, scaled_mm
 
-from zero.fp8.scaling import Blocks, RecipeName, Scaled
+from zero.fp8.scaling import CODES, Blocks, RecipeName, Scaled
 
-MULTIPLE = 16  # elements: K and N of a product in 8 bits are multiples, as cuBLASLt wants
+MULTIPLE = 16  # elements: K and N of a product in 8 bits are multiples, as cuBLASLt wants; M is padded
 BLOCK_WISE_CUBLASLT = 120900
 BLOCKS_OF_COLUMNS = 4  # the scales of 128 x 128 blocks are padded to as many along K
 
@@ -93,11 +93,28 @@ def emulated(a: Scaled, b: Scaled, dtype: torch.dtype) -> Tensor:
 
 
 def launched(a: Scaled, b: Scaled, dtype: torch.dtype, *, use_fast_accum: bool) -> Tensor:
-    """Return the same by the device's kernel."""
+    """Return the same by the device's kernel. The one of blocks always adds up in fp32."""
+    num_rows, a = len(a.codes), _with_whole_rows(a)
     (of_a, scales_a), (of_b, scales_b) = _scaling(a, by_rows=True), _scaling(b, by_rows=False)
-    return scaled_mm(
+    use_fast_accum &= of_a is not ScalingType.BlockWise1x128
+    product = scaled_mm(
         a.codes, b.codes.t(), scales_a, of_a, scales_b, of_b, output_dtype=dtype, use_fast_accum=use_fast_accum
     )
+    return product if len(product) == num_rows else product[:num_rows].clone()  # a view could not be changed in place
+
+
+def _with_whole_rows(a: Scaled) -> Scaled:
+    """Pad the rows, as of a few tokens, to a multiple of MULTIPLE.
+
+    cuBLASLt reads the scales of each 128 columns from an address that is a multiple of 16 bytes, which torch does not
+    check.
+    """
+    missing = -len(a.codes) % MULTIPLE
+    if not missing:
+        return a
+    codes = F.pad(a.codes.view(torch.uint8), (0, 0, 0, missing)).view(CODES)
+    scales = F.pad(a.scales, (0, 0, 0, missing), value=1.0) if a.blocks.rows == 1 else a.scales
+    return a._replace(codes=codes, scales=scales)
 
 
 def _scaling(matrix: Scaled, *, by_rows: bool) -> tuple[ScalingType, Tensor]:

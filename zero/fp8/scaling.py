@@ -53,8 +53,8 @@ def _exact(scales: Tensor, _tensor_amax: Tensor, _largest: float) -> Tensor:
 
 def _power_of_two(scales: Tensor, _tensor_amax: Tensor, largest: float) -> Tensor:
     """Round as OCP's MX formats: the exponent of the largest element less that of the largest code."""
-    exponents = (scales * largest).log2().floor() - math.floor(math.log2(largest))
-    return exponents.clamp(-127, 127).exp2()
+    exponents = (scales * largest).frexp().exponent - math.frexp(largest)[1]  # no device rounds these, as log2 does
+    return torch.where(scales.isfinite(), exponents.clamp(-127, 127).to(scales.dtype).exp2(), scales)
 
 
 def _in_e4m3(scales: Tensor, tensor_amax: Tensor, largest: float) -> Tensor:

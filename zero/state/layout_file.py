@@ -19,8 +19,8 @@ from zero.state.tensor_file import TensorFile
 LAYOUT = "layout.json"
 OTHER_WRITERS = {  # by a file that each of them writes
     ".metadata": "torch.distributed.checkpoint",
-    "latest": "DeepSpeed",
     "*_optim_states.pt": "DeepSpeed",
+    "*/*_optim_states.pt": "DeepSpeed",
 }
 FORMAT = 4
 ORIGIN = "origin"  # the metadata of a rank's file that names its rank and its save
@@ -50,12 +50,17 @@ def is_complete(checkpoint: Path) -> bool:
         return False
 
 
-def no_checkpoint(folder: Path) -> str:
-    """Return what to tell a user who gave a folder that is not complete: which other program has written it."""
+def writer_of(folder: Path) -> str | None:
+    """Return the name of the other program that has written the checkpoint in a folder; None if there is none."""
     with suppress(OSError):  # the name is too long, for example
-        for pattern, writer in OTHER_WRITERS.items():
-            if any(folder.glob(pattern)):
-                return f"is a checkpoint of {writer}; load it by load_distributed of zero"
+        return next((writer for pattern, writer in OTHER_WRITERS.items() if any(folder.glob(pattern))), None)
+    return None
+
+
+def no_checkpoint(folder: Path) -> str:
+    """Return what to tell a user who gave a folder that is not complete."""
+    if writer := writer_of(folder):
+        return f"is a checkpoint of {writer}; load it by load_distributed of zero"
     return "holds no complete checkpoint; give the folder of one"
 
 

@@ -49,9 +49,9 @@ class Publication:
     final name; if it raises, the save has failed. Then it calls `tidy()`, which removes what is not needed any more and
     whose errors are logged, and `on_complete(final)` when the other ranks know of the success. If folders are not
     shared, each of `hosts`, one rank a folder and rank 0 among them, writes layout.json and publishes. `remedy` is what
-    the user can do about a failure. Every rank calls `on_chunk` whenever a few megabytes have been written, and
-    `on_written(partial, is_written)` after its file or its failure to write it. All are called in the thread that
-    writes.
+    the user can do about a failure. Every rank calls `make_room()` before it writes its file, `on_chunk` whenever a few
+    megabytes have been written, and `on_written(partial, is_written)` after its file or its failure to write it. All
+    are called in the thread that writes.
     """
 
     publish: Callable[[Path, Path], None]
@@ -61,6 +61,7 @@ class Publication:
     on_chunk: Callable[[], None] = lambda: None
     on_written: Callable[[Path, bool], None] = lambda partial, is_written: None
     hosts: Sequence[int] = (0,)
+    make_room: Callable[[], None] = lambda: None
 
 
 class CheckpointWriter:
@@ -140,6 +141,7 @@ class CheckpointWriter:
         report: dict[str, Any] = {"rank": self._rank}
         try:
             try:
+                self._publication.make_room()
                 partial.mkdir(parents=True, exist_ok=True)
                 path = rank_file(partial, self._rank)
                 seal = write_tensors(path, tensors, {ORIGIN: file_origin}, on_chunk=self._publication.on_chunk)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from gpt.checkpoint.checkpoint import load, rank_state
 from gpt.checkpoint.folder import Kept
@@ -11,6 +12,7 @@ from gpt.checkpoint.layout import Progress
 from gpt.checkpoint.saver import RunSaver
 from lab.bench.save_time import build_state, peak_growth, save, train_step
 from tests.ranks import run_ranks
+from zero.dcp.state import DistributedState
 from zero.state.sealed_file import CHUNK_BYTES
 
 CONSTANT = 4 * CHUNK_BYTES
@@ -27,6 +29,9 @@ def save_and_load(folder: Path) -> dict[str, int]:
     found["save behind"] = peak_growth(lambda: save(behind, Progress(1)), above_what_stays=False)
     other = build_state(3, torch.device("cpu"))
     found["load"] = peak_growth(lambda: load(folder / "False" / "step-00000001", other))
+    found["tensor"] = max(4 * param.numel() for param in other.model.module.parameters())
+    dcp.save(DistributedState(state.model, state.optimizer).state_dict(), checkpoint_id=folder / "dcp")
+    found["load of DCP"] = peak_growth(lambda: load(folder / "dcp", other))
     return found
 
 
@@ -37,3 +42,4 @@ def test_a_rank_needs_a_constant_buffer_beside_what_it_owns(tmp_path):
         assert found["save"] < CONSTANT
         assert found["save behind"] < found["owned"] + CONSTANT
         assert found["load"] < CONSTANT
+        assert found["load of DCP"] < found["tensor"] + CONSTANT

@@ -230,8 +230,8 @@ def check_state_continues_bit_for_bit(folder: Path, buckets_of: dict[torch.dtype
 @pytest.mark.parametrize(
     "buckets_of",
     [
-        {torch.float32: [None], torch.bfloat16: [500]},
-        pytest.param({torch.float32: [500], torch.bfloat16: [None]}, marks=pytest.mark.full),
+        {torch.float32: [None], torch.bfloat16: [1500]},
+        pytest.param({torch.float32: [1500], torch.bfloat16: [None]}, marks=pytest.mark.full),
     ],
     ids=["few", "rest"],
 )

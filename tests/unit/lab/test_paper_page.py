@@ -7,11 +7,8 @@ from matplotlib.figure import Figure
 
 from lab.paper import reproduce, throughput
 from lab.paper.experiments import Experiment, experiments
-from lab.paper.plots import Labels, Series, plot_bars
 from lab.paper.results import CLUSTER, Result
 from lab.planner.depth import DepthExtrapolation, Estimate
-
-LABELS = Labels("title", "size", "rate")
 
 
 def result(experiment: Experiment, relative_rate: float = 1.0, gigabytes: float = 20.0) -> Result:
@@ -28,16 +25,6 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
     found: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: found.append(figure))
     return found
-
-
-def test_a_run_out_of_memory_has_a_mark_instead_of_a_bar_and_the_limit_is_drawn(figures: list[Figure]):
-    series = [Series("dry run", ["C1", "C2"], [20.0, None], marks=["", "OOM"])]
-    plot_bars(Path("bars.png"), LABELS, series, ("limit", 34.0))
-    (axes,) = figures[0].axes
-    assert [bar.get_height() for bar in axes.patches] == [20.0, 0.0]
-    assert [text.get_text() for text in axes.texts] == ["20", "OOM"]
-    assert [line.get_ydata()[0] for line in axes.lines] == [34.0]
-    assert (axes.get_xlabel(), axes.get_ylabel()) == ("size", "rate")
 
 
 def test_sizes_are_in_their_order(monkeypatch: pytest.MonkeyPatch, figures: list[Figure]):

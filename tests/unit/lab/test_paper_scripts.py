@@ -1,15 +1,11 @@
 """The search for the largest model on a cluster, with a stub that decides which runs fit."""
 
 import json
-import os
-import subprocess
-from pathlib import Path
 
 import pytest
 
+from lab.paper.largest import main
 from lab.planner.closed_forms import largest
-
-ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.parametrize("step", [1, 2, 5])
@@ -28,10 +24,8 @@ def test_the_search_ends_at_the_largest_that_fits_and_tries_nothing_twice(first,
         assert min(tried) >= 1
 
 
-def test_largest_sh_reads_what_runs_leave_behind(tmp_path):
+def test_largest_sh_reads_what_runs_leave_behind(tmp_path, monkeypatch, capsys):
     """The stub trains up to 7 layers, runs out of memory above, and fails for another reason at 40."""
-    (tmp_path / "scripts").mkdir()
-    (tmp_path / "scripts" / "paper").symlink_to(ROOT / "scripts" / "paper")
     stub = tmp_path / "launch"
     stub.write_text(
         """#!/usr/bin/env python3
@@ -45,19 +39,18 @@ if layers != 40:
 """
     )
     stub.chmod(0o755)
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    monkeypatch.chdir(tmp_path)
 
-    def search(first: str) -> subprocess.CompletedProcess[str]:
-        command = ["python", "-m", "lab.paper.largest", "c4.yaml", first, "--launch", str(stub)]
-        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    def search(first: str) -> str:
+        main(["c4.yaml", first, "--launch", str(stub)])
+        return capsys.readouterr().out
 
     found = search("4")
-    assert found.returncode == 0, found.stderr
-    assert found.stdout.splitlines()[-1] == "7 layers are the most that fit"
+    assert found.splitlines()[-1] == "7 layers are the most that fit"
     records = (tmp_path / "runs/paper/largest/c4-8/metrics.jsonl").read_text().splitlines()
     assert json.loads(records[0])["out_of_memory"]
     stub.write_text("#!/bin/sh\nexit 1\n")
-    assert search("4").stdout == found.stdout, "what has been tried is not tried again"
-    failed = search("40")
-    assert (failed.returncode, failed.stdout) == (2, "")
-    assert "the run of 40 layers ended neither trained nor out of memory" in failed.stderr
+    assert search("4") == found, "what has been tried is not tried again"
+    with pytest.raises(SystemExit, match="2"):
+        search("40")
+    assert "the run of 40 layers ended neither trained nor out of memory" in capsys.readouterr().err

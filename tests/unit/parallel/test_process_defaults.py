@@ -64,6 +64,7 @@ sys.exit(7 * torch.distributed.get_rank())
 """
 
 
+@pytest.mark.full
 def test_torchruns_single_thread_becomes_a_ranks_part_of_the_cores_and_the_code_of_a_rank_that_of_the_job(tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
     words = "-m", "parallel.launch", "--standalone", "--nproc-per-node=2", str(tmp_path / "program.py")

@@ -40,7 +40,7 @@ class Case:
     dropout: float = 0.0
     attention: str = "flash"
     num_layers: int = 3
-    bucket_numel: int = 500
+    bucket_numel: int = 1500
     variant: str = ""  # of VARIANTS; without it, GPT-2
     multiplies_in_fp8: bool = False
 

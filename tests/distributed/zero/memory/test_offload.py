@@ -38,7 +38,7 @@ FACTORS = {
 def cases_of(combinations: list[dict]) -> list[Case]:
     """Return the combinations in which something is offloaded."""
     return [
-        case_of(**combination, bucket_numel=500, prefetch_numel=4000)
+        case_of(**combination, bucket_numel=1500, prefetch_numel=4000)
         for combination in combinations
         if combination["offload"].states != PARAMETERS or combination["stage"] == 3
     ]
@@ -58,7 +58,7 @@ def test_all_placements_equal_one_process():
 def times_of_gathers_between_groups() -> list[tuple[float, float]]:
     """Return when each gather of an update was launched and waited for, counted in what the log records."""
     mesh = Mesh.create(tensor_size=1, shard_size=1)
-    zero = ZeroConfig(3, bucket_numel=500, optimizer_over="all")
+    zero = ZeroConfig(3, bucket_numel=1500, optimizer_over="all")
     model = ZeroDataParallel(build("gpt"), mesh.data, zero, offload=OffloadConfig("host"))
     optimizer = ZeroOptimizer(model, torch.optim.AdamW, fused=True)
     loss_of(model, batch(0, 0, mesh.data.rank)).backward()
@@ -114,7 +114,7 @@ def test_offloaded_states_are_on_the_host_and_the_others_on_the_accelerator():
     """With both states offloaded, 2 bytes a parameter stay on the accelerator in stage 2, and none in stage 3."""
     data_size = 2
     cases = [
-        (ZeroConfig(stage, bucket_numel=5000, defragment=True), OffloadConfig("host", states))
+        (ZeroConfig(stage, bucket_numel=15000, defragment=True), OffloadConfig("host", states))
         for stage, states in LEFT_PER_PARAMETER
     ]
     for (config, offload), of_ranks in zip(cases, run_cases(data_size, train_with_memories_apart, cases), strict=True):

@@ -17,7 +17,7 @@ from tests.twins import all_params
 from zero.memory.placement import NO_OFFLOAD, OffloadConfig
 from zero.optimizers.muon import Muon
 
-NUM_MICRO_BATCHES = 3
+NUM_MICRO_BATCHES = 2
 OFFLOADS = {
     "none": NO_OFFLOAD,
     "both": OffloadConfig("host"),

@@ -30,7 +30,7 @@ NUM_STEPS, BETA, EPS, REFRESH_EVERY = 4, 0.9, 1e-4, 2
 
 CASES = [
     Case(0, 2),
-    Case(1, 2, bucket_numel=300),
+    Case(1, 2, bucket_numel=900),
     Case(2, 1, 2, num_micro_batches=2),
     Case(3, 2, bucket_numel=5000),
     Case(3, 1, 2, offload=OffloadConfig(mode="host")),

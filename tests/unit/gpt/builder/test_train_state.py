@@ -139,23 +139,26 @@ def test_products_in_fp8_are_refused_where_they_would_not_be_used(options: list[
 
 
 @pytest.mark.parametrize(
-    ("options", "named"),
+    ("tensor_size", "options", "named"),
     [
-        ([], r"N=24 .*blocks\.0"),
-        # Two ranks share the head of keys and values, and each applies its 2 x 4 rows.
+        (1, [], r"N=24 .*blocks\.0"),
+        # Two ranks share each head of keys and values, of which they apply 2 x 4 rows.
         (
-            ["hidden_size=32", "num_heads=8", "num_kv_heads=1", "head_dim=4", "seq_length=16"],
+            4,
+            ["hidden_size=64", "num_heads=16", "num_kv_heads=2", "head_dim=4", "seq_length=16"],
             r"N=8 .*blocks\.0\.attention\.qkv\.kv_weight",
         ),
     ],
 )
-def test_a_layer_without_a_kernel_is_named(options: list[str], named: str):
+def test_a_layer_without_a_kernel_is_named(tensor_size: int, options: list[str], named: str):
     """A dry run imitates a GPU; 8 features are no multiple of 16."""
     model = [f"--model.{option}" for option in options]
-    tensor = ["--parallel.tensor_size=2"] if options else []
-    settings = parse_settings([f"--config={BASE}", "--train.matmul=fp8", *model, *tensor])
+    tensor = f"--parallel.tensor_size={tensor_size}"
+    settings = parse_settings(
+        [f"--config={BASE}", "--train.matmul=fp8", "--train.global_batch_size=16", *model, tensor]
+    )
     with (
-        imitated_world(0, 2, 2, "nccl") as world,
+        imitated_world(0, 4, 4, "nccl") as world,
         pytest.raises(ConfigError, match=rf"recipe=tensorwise.*{named}"),
     ):
         build(settings, build_mesh(settings, world), world.device)

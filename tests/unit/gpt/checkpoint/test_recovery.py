@@ -2,6 +2,7 @@
 
 import errno
 import json
+import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from gpt.checkpoint import snapshots
 from gpt.checkpoint.layout import Progress
 from gpt.checkpoint.recovery import Recovery
 from gpt.run_folder.files import METRICS, NUMBERS_OF_A_STEP, append_records
@@ -120,6 +122,17 @@ def test_a_run_resumes_from_the_newest_state_that_is_whole(tmp_path: Path, damag
     other = Run(run.folder, settings | {"resume": "never"})
     assert other.said == []
     other.recovery.release()
+
+
+def test_no_step_waits_until_an_older_snapshot_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    run = Run(tmp_path / "run", {"snapshot_every": 1, "snapshot_dir": str(tmp_path / "memory")})
+    has_returned, waited = threading.Event(), []
+    monkeypatch.setattr(snapshots, "delete_old", lambda *_: waited.append(has_returned.wait(60)))
+    run.recovery.save_snapshot(Progress(1, 2, run.name))
+    has_returned.set()
+    run.recovery.finish()
+    run.recovery.release()
+    assert waited == [True]
 
 
 def test_a_run_resumes_from_a_tidy_folder(tmp_path: Path):

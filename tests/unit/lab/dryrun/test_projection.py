@@ -200,20 +200,6 @@ def test_a_dry_run_of_auto_has_the_memory_of_its_plan_and_not_that_of_the_steps_
     assert most[1] < some[1] < least[1]
 
 
-def test_the_report_reserves_memory_and_names_a_cluster_that_is_not_calibrated():
-    chosen = shallow()
-    recording = dry_run(chosen)
-    peak = sum(recording.peak["device"].values())
-    small = dataclasses.replace(DGX_2, gpu_memory_gib=(peak + 0.9e9) / 2**30, calibrated=False)
-    timeline = project_recording(recording, small)
-    report = make_report(recording, chosen.dry_run, chosen.train.global_batch_size, timeline)
-    assert not report["fits"]
-    line = headline(report)
-    assert "does NOT fit, by 0.10 GB, the" in line
-    assert "beside 1 GB for CUDA and NCCL" in line
-    assert line.endswith("% (not calibrated)")
-
-
 def test_a_host_update_is_copied_back_when_it_is_done_and_gathered_after_the_copy():
     host_rate = DGX_2.host_memory_rate_of_a_gpu * 1e9
     half, up, down = torch.float16, {"is_transfer": True}, {"is_transfer": True, "to_host": True}

@@ -21,14 +21,13 @@ from lab.dryrun.run_cost import RunCost
 from lab.planner import plan as planner
 from lab.planner import search as searching
 from lab.planner.depth import Estimate
-from lab.planner.front import Choice, front, front_table, spread
+from lab.planner.front import front, spread
 from lab.planner.layouts import CandidateLayout, Prediction
 from lab.planner.plan import report_front
 from lab.planner.search import Search
 from parallel.errors import ConfigError
 from parallel.memory_kinds import TensorKind
 from tests.unit.lab.dryrun.test_projection import DGX_2, ROOT, settings, shallow
-from tests.unit.lab.planner.test_plan import num_columns
 
 
 def test_the_front_holds_what_no_other_item_beats():
@@ -187,14 +186,3 @@ def test_a_plan_that_does_not_fit_says_what_would(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Extrapolation, "at", lambda self, _num_layers: Estimate(1e9, 20e9, 0.0, 1.0))
     with pytest.raises(ConfigError, match=r"; it fits with --parallel.tensor_size=4 \(20.0 GB\), or with --zero"):
         large.plan()
-
-
-def test_the_table_of_the_front_has_prices_if_the_cluster_has_one():
-    estimate = Estimate(1e9, 20e9, 0.0, 2.0)
-    for price in (None, 2.0):
-        cluster = dataclasses.replace(DGX_2, dollars_per_gpu_hour=price, calibrated=price is not None)
-        choice = Choice(25, CandidateLayout(1, 2, "none", 8), estimate, RunCost.of(settings(), 2.0, 400, cluster))
-        table = front_table([choice], cluster)
-        assert ("dollars" in [column.header for column in table.columns]) == (price is not None)
-        assert ("not calibrated" in str(table.title)) == (price is None)
-        assert num_columns(table) <= 80

@@ -156,7 +156,6 @@ LAYOUT = "--train.reproducible=layout --train.reproducible_blocks"
     ("stage", "shard_size", "over", "overlap", "option"),
     [
         (3, 2, "all", True, IN_FP32),
-        (2, 2, "group", False, IN_FP32),
         (0, None, "group", True, IN_FP32),
         (3, 2, "all", True, f"{LAYOUT}=8"),  # 2 blocks for each group
         (2, None, "group", False, f"{LAYOUT}=2"),

@@ -3,6 +3,7 @@
 import os
 import pickle
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,17 @@ import torch.distributed.checkpoint as dcp
 from parallel.errors import ConfigError
 from parallel.mesh import Axis
 from tests.oracle.deepspeed_files import write_deepspeed
-from zero import DistributedState, Muon, ZeroConfig, ZeroDataParallel, ZeroOptimizer, load, load_distributed, save
+from zero import (
+    DistributedState,
+    LossScale,
+    Muon,
+    ZeroConfig,
+    ZeroDataParallel,
+    ZeroOptimizer,
+    load,
+    load_distributed,
+    save,
+)
 from zero.dcp.safe_reader import METADATA, SafeReader
 from zero.partition.layout import rectangles
 
@@ -124,14 +135,31 @@ def test_files_of_deepspeed_that_are_missing_or_not_read_are_named(tmp_path: Pat
         load_distributed(tmp_path / "here", model)
 
 
+def as_grad_scaler(folder: Path, model: ZeroDataParallel, optimizer: ZeroOptimizer) -> None:
+    state = {"app": DistributedState(model, optimizer).state_dict(), "scaler": {"scale": 1024.0, "_growth_tracker": 5}}
+    dcp.save(state, checkpoint_id=folder, no_dist=True)
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("num_cases", [40, pytest.param(1000, marks=pytest.mark.full)])
-@pytest.mark.parametrize("stage", [None, 2, 3])
-def test_a_damaged_folder_is_an_error_of_one_line(folder: Path, stage: int | None, num_cases: int):
-    """A change that no part of the format notices is loaded: its values have no checksums."""
-    if stage is not None:
-        folder = folder.with_name("deepspeed")
-        save_by_deepspeed(folder, stage)
+@pytest.mark.parametrize("is_dynamic", [True, False])
+@pytest.mark.parametrize(
+    "save_scale", [as_grad_scaler, lambda folder, *_: save_by_deepspeed(folder, 2)], ids=["GradScaler", "DeepSpeed"]
+)
+def test_a_dynamic_loss_scale_is_loaded(tmp_path: Path, save_scale: Any, is_dynamic: bool):
+    model = ZeroDataParallel(torch.nn.Linear(5, 4), Axis.trivial("data"))
+    scale = LossScale(2.0, is_dynamic=is_dynamic)
+    optimizer = ZeroOptimizer(model, torch.optim.AdamW, loss_scale=scale)
+    save_scale(tmp_path / "saved", model, optimizer)
+    load_distributed(tmp_path / "saved", model, optimizer)
+    found = {name: tensor.item() for name, tensor in scale.state().items()}
+    assert found == {"scale": 1024, "num_good": 5, "num_overflowed": 0} if is_dynamic else found["scale"] == 2
+
+
+def assert_one_line_if_damaged(folder: Path, num_cases: int, load: Callable[[Path], object]) -> None:
+    """Damage files of a folder, one after the other, and load it.
+
+    A change that no part of the format notices is loaded: its values have no checksums.
+    """
     chance = random.Random(1)
     whole = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     errors = []
@@ -142,9 +170,19 @@ def test_a_damaged_folder_is_an_error_of_one_line(folder: Path, stage: int | Non
             content[chance.randrange(len(content))] = chance.randrange(256)
         path.write_bytes(content[: chance.choice([len(content), chance.randrange(len(content))])])
         try:
-            load_into_linear(folder)
+            load(folder)
         except ConfigError as error:
             errors.append(str(error))
         path.write_bytes(whole[path])
     assert len(errors) > num_cases / 2
     assert not [error for error in errors if "\n" in error]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("num_cases", [40, pytest.param(1000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("stage", [None, 2, 3])
+def test_a_damaged_folder_is_an_error_of_one_line(folder: Path, stage: int | None, num_cases: int):
+    if stage is not None:
+        folder = folder.with_name("deepspeed")
+        save_by_deepspeed(folder, stage)
+    assert_one_line_if_damaged(folder, num_cases, load_into_linear)

@@ -90,9 +90,10 @@ def test_layers_that_are_read_by_others_or_are_none_keep_their_precision():
     assert zero.fp8.convert(nn.ModuleList([Shop(), encoder])) == ["0.counter"]
 
 
+@pytest.mark.parametrize("num_tokens", [32, 3])
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_torchs_kernel_for_cpus_agrees_with_the_emulation(recipe):
-    x, weight, _ = operands((32, 64, 48))
+def test_torchs_kernel_for_cpus_agrees_with_the_emulation(recipe, num_tokens):
+    x, weight, _ = operands((num_tokens, 64, 48))
     a, b = quantize(x, RECIPES[recipe]), quantize(weight, RECIPES[recipe], is_weight=True)
     for dtype in (torch.float32, torch.bfloat16):
         found, expected = launched(a, b, dtype, use_fast_accum=False), emulated(a, b, dtype)

@@ -1,0 +1,167 @@
+"""Loads folders that DCP has written, from FSDP2 or from here, and ZeRO checkpoints of DeepSpeed, at any layout.
+
+Each rank's tensors are filled in place, so a rank holds what it owns, and one stored piece of a tensor at a time.
+Nothing of a folder is executed: its files may name few classes.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from parallel.errors import ConfigError, first_line
+from zero.dcp.deepspeed_reader import GROWTH_TRACKER, DeepSpeedReader, is_deepspeed
+from zero.dcp.safe_reader import SafePlanner, SafeReader
+from zero.dcp.state import DistributedState
+from zero.engine import ZeroDataParallel
+from zero.optimizer import ZeroOptimizer
+from zero.state.layout_file import is_complete
+from zero.state.schema import shown
+from zero.step.loss_scale import LossScale
+
+Naming = Callable[
+    [str, Tensor], Mapping[str, Tensor]
+]  # (name, tensor) here: the tensors of a folder that it is made of
+
+
+def same_name(name: str, tensor: Tensor) -> Mapping[str, Tensor]:
+    """Return the tensor as that of the same name: the `Naming` of a folder of the same module."""
+    return {name: tensor}
+
+
+class DistributedFolder:
+    """A folder of DCP or of DeepSpeed, whose tensors are found whatever words the program has put before their names.
+
+    All ranks make the same calls. Raises ConfigError, on all of them, if the folder is not one of these.
+    """
+
+    def __init__(self, path: Path):
+        if is_complete(path):
+            raise ConfigError(f"{path} is a checkpoint that `save` of zero has written; load it by `load`")
+        self.path = path
+        self._reader = DeepSpeedReader(path) if is_deepspeed(path) else SafeReader(path)
+        self._stored = self._reader.read_metadata().state_dict_metadata
+
+    def prefixes(self, name: str) -> list[str]:
+        """Return what stands before the name in the keys that end in it."""
+        return [key.removesuffix(name) for key in self._stored if key == name or key.endswith(f".{name}")]
+
+    def names(self, prefix: str) -> set[str]:
+        """Return the names of the tensors whose keys begin with `prefix`."""
+        tensors = (key for key, entry in self._stored.items() if isinstance(entry, TensorStorageMetadata))
+        return {key.removeprefix(prefix) for key in tensors if key.startswith(prefix)}
+
+    def find(self, section: str, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors by their keys, in which all have the same words before them, and then `section`.
+
+        Raises ConfigError unless the folder has them all, in these shapes.
+        """
+        first = section + next(iter(wanted))
+        prefixes = self.prefixes(first)
+        if len(prefixes) != 1:
+            raise ConfigError(
+                f"{self.path} has {len(prefixes)} tensors whose names end in {first}, and one is needed; choose the "
+                "folder of this model and optimizer"
+            )
+        found = {f"{prefixes[0]}{section}{name}": tensor for name, tensor in wanted.items()}
+        for key, tensor in found.items():
+            entry = self._stored.get(key)
+            there = list(entry.size) if isinstance(entry, TensorStorageMetadata) else "missing"
+            if there != list(tensor.shape):
+                raise ConfigError(
+                    f"{self.path} is of another model or optimizer: {key} is {there} there and {list(tensor.shape)} "
+                    "here; choose the folder of this one"
+                )
+        return found
+
+    def load(self, wanted: dict[str, Any]) -> None:
+        """Fill tensors by their keys in place; values that are no tensors take the place of None."""
+        try:
+            dcp.load(wanted, storage_reader=self._reader, planner=SafePlanner())
+        except CheckpointException as error:
+            (cause, _), *_ = error.failures.values()
+            raise ConfigError(f"{self.path} is damaged ({first_line(cause)}); choose another folder") from error
+
+    def number(self, name: str) -> float | None:
+        """Return the finite, non-negative number whose key ends in `name`; None if the folder has no such key.
+
+        Raises ConfigError if it is something else.
+        """
+        key = next((f"{prefix}{name}" for prefix in self.prefixes(name)), None)
+        if key is None:
+            return None
+        entry, wanted = self._stored[key], dict[str, Any]({key: None})
+        if isinstance(entry, TensorStorageMetadata) and entry.size.numel() == 1:
+            wanted[key] = torch.zeros(entry.size, dtype=torch.float64)
+        self.load(wanted)
+        value = wanted[key].item() if isinstance(wanted[key], Tensor) else wanted[key]
+        if type(value) not in (int, float) or not 0 <= value < math.inf:
+            raise ConfigError(f"{self.path} is damaged ({key} is {shown(value)}); choose another folder")
+        return value
+
+    def count(self, name: str) -> int | None:
+        """Return the number whose key ends in `name` as an integer."""
+        value = self.number(name)
+        return None if value is None else int(value)
+
+
+def load_distributed(folder: str | Path, model: ZeroDataParallel, optimizer: ZeroOptimizer | None = None) -> None:
+    """Load a folder that DCP has written, from a `DistributedState` or from FSDP2, or DeepSpeed, at any layout.
+
+    All ranks call it. Without `optimizer` the weights alone are loaded. Raises ConfigError on all ranks, before
+    anything is loaded, if the folder does not describe this model or its optimizer's states.
+    """
+    load_state(DistributedFolder(Path(folder)), model, optimizer)
+
+
+def load_state(
+    there: DistributedFolder,
+    model: ZeroDataParallel,
+    optimizer: ZeroOptimizer | None,
+    naming: Naming = same_name,
+    *,
+    with_settings: bool = True,
+) -> None:
+    """Load a folder whose tensors have the names that `naming` gives, with the settings of the optimizer's groups."""
+    state = DistributedState(model, optimizer)
+    content, settings = state.state_dict(), dict[str, tuple[dict[str, Any], str]]()
+    wanted: dict[str, Any] = there.find("", renamed(content["model"], naming))
+    if optimizer is not None:
+        states, groups = content["optim"]["state"], content["optim"]["param_groups"]
+        wanted |= there.find(
+            "state.",
+            {
+                f"{theirs}.{kind}": part
+                for name, kinds in states.items()
+                for kind, value in kinds.items()
+                for theirs, part in naming(name, value).items()
+            },
+        )
+        keys = {f"param_groups.{number}.{name}": (group, name) for number, group in enumerate(groups) for name in group}
+        if with_settings:
+            settings = {f"{prefix}{end}": place for end, place in keys.items() for prefix in there.prefixes(end)}
+        _load_loss_scale(there, optimizer.loss_scale)
+    wanted |= dict.fromkeys(settings)
+    there.load(wanted)
+    for key, (group, name) in settings.items():
+        group[name] = wanted[key]
+    state.load_state_dict(content)
+
+
+def renamed(tensors: Mapping[str, Tensor], naming: Naming) -> dict[str, Tensor]:
+    """Return the tensors of a folder that these are made of."""
+    return {theirs: part for name, tensor in tensors.items() for theirs, part in naming(name, tensor).items()}
+
+
+def _load_loss_scale(there: DistributedFolder, loss_scale: LossScale) -> None:
+    """Load what torch's GradScaler has saved, or DeepSpeed; a loss scale that the folder does not have stays."""
+    for prefix in there.prefixes(GROWTH_TRACKER) if loss_scale.is_dynamic else ():
+        if scale := there.number(f"{prefix}scale"):
+            loss_scale.state()["scale"].fill_(scale)
+            loss_scale.state()["num_good"].fill_(there.count(f"{prefix}{GROWTH_TRACKER}") or 0)
