@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -79,15 +80,12 @@ class Corpus:
             return samples
 
         training = samples_of("train", consumed_samples_after(train.batch, train.steps))
-        alone = (0, 1, 0)
-        validation = {n: samples_of("validation", num_evaluated, prefix, alone) for n, prefix in validated.items()}
-        if num_evaluated and not validated:
-            validation = {"": samples_of("validation", num_evaluated)}
+        of = partial(samples_of, "validation", num_evaluated)
+        own = {"": of()} if num_evaluated and not validated else {}
+        validation = own | {name: of(prefix, (0, 1, 0)) for name, prefix in validated.items()}
         tokenizer = load_tokenizer(prefixes[0]) if tokenizer_path(prefixes[0]).is_file() else None
 
-        def loader(samples: Samples) -> BatchLoader:
-            return _loader(samples, model, train, mesh, world, num_units)
-
+        loader = partial(_loader, model=model, train=train, mesh=mesh, world=world, num_units=num_units)
         return cls(
             training=loader(training),
             validation={name: loader(samples) for name, samples in validation.items()},
@@ -132,7 +130,7 @@ def _prompts(texts: Sequence[str] | None, tokenizer: Tokenizer, samples: Samples
 
 
 def _check_files(prefixes: Sequence[str], model_vocab_size: int, mesh: Mesh, world: World) -> None:
-    """Check vocabularies and indices. One rank of each node reads the indices as a whole, before the others use them."""
+    """Check vocabularies, and on one rank of each node whole indices, before the others use them."""
     _check_vocabulary(prefixes, model_vocab_size)
     if world.local_rank == 0:
         for prefix in prefixes:

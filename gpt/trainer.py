@@ -170,7 +170,7 @@ class Trainer:
     def _step(self, batch_size: int, micro_batches: list[MicroBatch]) -> dict[str, Any] | None:
         """Run one step, and return its record if it is logged."""
         settings, state, step = self._settings, self._state, self._progress.step + 1
-        lr = learning_rate(settings.schedule, settings.optimizer.lr, self._progress.step, settings.train.steps)
+        lr = learning_rate(settings.schedule, settings.optimizer.lr, step - 1, settings.train.steps)
         state.set_learning_rate(lr)
         sent_before = sent_bytes(state.mesh.log)
         norms: dict[str, Tensor] = {}
@@ -193,14 +193,12 @@ class Trainer:
                 state.model, state.optimizer, micro_batches, state.mesh, state.guard, measure_layer_norms, leaves
             )
         sent = {name: number - sent_before[name] for name, number in sent_bytes(state.mesh.log).items()}
-        num_samples = self._progress.consumed_samples + batch_size
-        self._progress = replace(self._progress, step=step, consumed_samples=num_samples)
+        self._progress = replace(self._progress, step=step, consumed_samples=sum(samples))
         self._throughput.count(batch_size)
         record = None
         is_evaluated = bool(self._corpus.validation) and self._is_due(settings.train.eval_every)
-        is_sampled = (
-            self._corpus.tokenizer and settings.train.sample_tokens and self._is_due(settings.train.sample_every)
-        )
+        can_sample = self._corpus.tokenizer and settings.train.sample_tokens
+        is_sampled = can_sample and self._is_due(settings.train.sample_every)
         is_judged = bool(self._tasks) and self._is_due(settings.train.task_every)
         if (
             is_evaluated
