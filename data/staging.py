@@ -57,7 +57,7 @@ def reserved(output: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far the preparation `plan` has come: `read` documents, of which `empty` and `rejected` were left out.
+    """Progress of the preparation `plan`: `read` documents, of which `empty` and `rejected` were left out.
 
     `weight` is theirs, `bin_bytes` and `rejected_bytes` are the sizes of the files.
     """

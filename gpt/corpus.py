@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -53,12 +54,7 @@ class Corpus:
         _, prefixes = parse_path(data.path)
         num_evaluated = train.eval_samples
         validated = {Path(prefix).name: prefix for prefix in data.validation} if num_evaluated else {}
-        _check_vocabulary([*prefixes, *validated.values()], model.vocab_size)
-        # One rank of each node reads the indices as a whole; the others use them when they are known to be undamaged.
-        if world.local_rank == 0:
-            for prefix in [*prefixes, *validated.values()]:
-                check_index(IndexedDataset(prefix))
-        mesh.barrier()
+        _check_files([*prefixes, *validated.values()], model.vocab_size, mesh, world)
 
         def samples_of(
             part: str, num_samples: int, path: str | list[str] = data.path, split: Sequence[float] = data.split
@@ -84,17 +80,15 @@ class Corpus:
             return samples
 
         training = samples_of("train", consumed_samples_after(train.batch, train.steps))
-        validation = {
-            name: samples_of("validation", num_evaluated, prefix, split=(0, 1, 0)) for name, prefix in validated.items()
-        }
-        if num_evaluated and not validated:
-            validation = {"": samples_of("validation", num_evaluated)}
+        of = partial(samples_of, "validation", num_evaluated)
+        own = {"": of()} if num_evaluated and not validated else {}
+        validation = own | {name: of(prefix, (0, 1, 0)) for name, prefix in validated.items()}
         tokenizer = load_tokenizer(prefixes[0]) if tokenizer_path(prefixes[0]).is_file() else None
+
+        loader = partial(_loader, model=model, train=train, mesh=mesh, world=world, num_units=num_units)
         return cls(
-            training=_loader(training, model, train, mesh, world, num_units),
-            validation={
-                name: _loader(samples, model, train, mesh, world, num_units) for name, samples in validation.items()
-            },
+            training=loader(training),
+            validation={name: loader(samples) for name, samples in validation.items()},
             tokenizer=tokenizer,
             prompts=_prompts(train.prompts, tokenizer, next(iter(validation.values()), training)) if tokenizer else [],
             tokens_per_sample=training.tokens_per_sample,
@@ -133,6 +127,15 @@ def _prompts(texts: Sequence[str] | None, tokenizer: Tokenizer, samples: Samples
         # The tokens are the only row of a sample, or the first one if documents are kept apart.
         return [np.atleast_2d(samples[number])[0, :PROMPT_TOKENS].tolist() for number in range(NUM_PROMPTS)]
     return [[*tokenizer.beginning, *tokenizer.encode(text)] or [tokenizer.eod] for text in texts]
+
+
+def _check_files(prefixes: Sequence[str], model_vocab_size: int, mesh: Mesh, world: World) -> None:
+    """Check vocabularies, and on one rank of each node whole indices, before the others use them."""
+    _check_vocabulary(prefixes, model_vocab_size)
+    if world.local_rank == 0:
+        for prefix in prefixes:
+            check_index(IndexedDataset(prefix))
+    mesh.barrier()
 
 
 def _check_vocabulary(prefixes: Sequence[str], model_vocab_size: int) -> None:

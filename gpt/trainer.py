@@ -170,7 +170,7 @@ class Trainer:
     def _step(self, batch_size: int, micro_batches: list[MicroBatch]) -> dict[str, Any] | None:
         """Run one step, and return its record if it is logged."""
         settings, state, step = self._settings, self._state, self._progress.step + 1
-        lr = learning_rate(settings.schedule, settings.optimizer.lr, self._progress.step, settings.train.steps)
+        lr = learning_rate(settings.schedule, settings.optimizer.lr, step - 1, settings.train.steps)
         state.set_learning_rate(lr)
         sent_before = sent_bytes(state.mesh.log)
         norms: dict[str, Tensor] = {}
@@ -193,14 +193,12 @@ class Trainer:
                 state.model, state.optimizer, micro_batches, state.mesh, state.guard, measure_layer_norms, leaves
             )
         sent = {name: number - sent_before[name] for name, number in sent_bytes(state.mesh.log).items()}
-        num_samples = self._progress.consumed_samples + batch_size
-        self._progress = replace(self._progress, step=step, consumed_samples=num_samples)
+        self._progress = replace(self._progress, step=step, consumed_samples=sum(samples))
         self._throughput.count(batch_size)
         record = None
         is_evaluated = bool(self._corpus.validation) and self._is_due(settings.train.eval_every)
-        is_sampled = (
-            self._corpus.tokenizer and settings.train.sample_tokens and self._is_due(settings.train.sample_every)
-        )
+        can_sample = self._corpus.tokenizer and settings.train.sample_tokens
+        is_sampled = can_sample and self._is_due(settings.train.sample_every)
         is_judged = bool(self._tasks) and self._is_due(settings.train.task_every)
         if (
             is_evaluated
@@ -214,8 +212,7 @@ class Trainer:
             if is_evaluated:
                 record |= self._evaluate()
             if is_judged:
-                record |= judge(state.model, self._tasks, state.mesh, settings.train.micro_batch_size, self._watch.beat)
-                self._throughput.restart()
+                record |= self._judge()
             if is_sampled:
                 record["samples"] = self._sample()
             self._console.log_step(record, settings.train, self._corpus.tokens_per_sample)
@@ -260,6 +257,13 @@ class Trainer:
         loss = statistics.fmean(losses.values())
         of_corpora = {f"validation_loss/{name}": value for name, value in losses.items() if name}
         return {"validation_loss": loss, "validation_perplexity": float(torch.tensor(loss).exp()), **of_corpora}
+
+    def _judge(self) -> dict[str, float]:
+        """Return the metrics of the tasks. All ranks call it."""
+        state, batch_size = self._state, self._settings.train.micro_batch_size
+        metrics = judge(state.model, self._tasks, state.mesh, batch_size, self._watch.beat)
+        self._throughput.restart()
+        return metrics
 
     def _sample(self) -> list[dict[str, str]]:
         """Return texts that the model generates. All ranks call it."""
