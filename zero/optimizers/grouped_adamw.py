@@ -76,9 +76,9 @@ class GroupedAdamW(AdamW):
     def step(self, closure: Any = None) -> Any:
         """Update all parameters."""
         groups = self.param_groups
-        for group in (group for group in groups if group["update"] == self.method):
-            if group["params"]:
-                self.start_round(group)
+        own = [group for group in groups if group["update"] == self.method and group["params"]]
+        for group in own:
+            self.start_round(group)
             for param in group["params"]:
                 if param.grad is not None:
                     self.update_param(param, param.grad, group)
@@ -87,4 +87,5 @@ class GroupedAdamW(AdamW):
             super().step()
         finally:
             self.param_groups = groups
-            self.end_round()
+            if own:  # else this is a part of a step, whose matrices are updated elsewhere
+                self.end_round()
