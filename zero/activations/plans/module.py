@@ -80,7 +80,7 @@ class PlannedBlocks:
         return self._planners[-1][1]
 
     def _planned(self, planner: Planner) -> list[Program]:
-        self.plan = plan = planner.plan(self._num_blocks, self.budget_gb * 1e9)
+        self.plan = plan = planner.plan(self._num_blocks, round(self.budget_gb * 1e9))
         logger.info("activations: %s", plan.describe())
         programs = {kind: self._program(kind) for kind in (plan.first, plan.second)}
         return [programs[plan.of_block(number)] for number in range(self._num_blocks)]
