@@ -42,7 +42,7 @@ done
 
 run=(--config configs/quickstart.yaml --data.path "$folder/code" --data.split '[1, 0, 0]'
     --data.validation "[$folder/code, $folder/prose]" --model.vocab_size 2048 --model.seq_length 128
-    --model.num_layers 2 --train.steps 40 --train.eval_every 20 --checkpoint.every 10
+    --model.num_layers 2 --train.micro_batch_size 4 --train.steps 40 --train.eval_every 20 --checkpoint.every 10
     --train.tasks "[$folder/endings.jsonl, $folder/words.jsonl]" --train.task_questions 50 --run.dir "$folder/run")
 
 echo "== plan: memory and traffic of a rank of four, without them"

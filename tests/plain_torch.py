@@ -34,11 +34,14 @@ class PlainModel(nn.Module):
 
 
 class PlainOptimizer(torch.optim.Optimizer):
-    """A torch optimizer with the interface of ZeroOptimizer. A parameter without a gradient has a gradient of zero."""
+    """A torch optimizer with the interface of ZeroOptimizer.
 
-    def __init__(self, inner: torch.optim.Optimizer, clip_norm: float):
+    A parameter without a gradient has a gradient of zero, unless `skip_unused`.
+    """
+
+    def __init__(self, inner: torch.optim.Optimizer, clip_norm: float, *, skip_unused: bool = False):
         super().__init__(inner.param_groups, inner.defaults)
-        self.inner, self.clip_norm = inner, clip_norm
+        self.inner, self.clip_norm, self.skip_unused = inner, clip_norm, skip_unused
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         for group in self.inner.param_groups:
@@ -49,7 +52,7 @@ class PlainOptimizer(torch.optim.Optimizer):
     ) -> Tensor:
         loss = closure() if closure else None
         params = [param for group in self.inner.param_groups for param in group["params"] if param.requires_grad]
-        for param in params:
+        for param in () if self.skip_unused else params:
             param.grad = torch.zeros_like(param) if param.grad is None else param.grad
         gradient_hook()
         norm = torch.nn.utils.clip_grad_norm_(params, self.clip_norm)

@@ -119,14 +119,17 @@ class Run:
         groups: list[dict[str, Any]] | None = None,
         *,
         clip_norm: float = math.inf,
+        skip_unused: bool = False,
         **settings: Any,
     ) -> Optimizer:
         """Return an optimizer, by default one whose updates are proportional to the gradients."""
         settings = settings or ({"lr": 0.1, "momentum": 0.9} if kind is torch.optim.SGD else {"lr": 0.01})
         if isinstance(model, PlainModel):
-            optimizer = PlainOptimizer(kind(groups or model.parameters(), **settings), clip_norm)
+            optimizer = PlainOptimizer(
+                kind(groups or model.parameters(), **settings), clip_norm, skip_unused=skip_unused
+            )
         else:
-            optimizer = ZeroOptimizer(model, kind, groups, clip_norm=clip_norm, **settings)
+            optimizer = ZeroOptimizer(model, kind, groups, clip_norm=clip_norm, skip_unused=skip_unused, **settings)
         self.optimizers.append(optimizer)
         return optimizer
 

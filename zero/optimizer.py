@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ from zero.step.grad_norm import GradNorm
 from zero.step.loss_scale import LossScale, SkippedSteps
 from zero.step.pieces import OwnedPieces, OwnedState, Piece, as_groups, check_class
 from zero.step.probe import probe_atoms
+from zero.step.unused import UnusedParameters
 
 Scales = dict[Placement, tuple[Tensor, ...]]  # (clip coefficient, flag of a skipped step) in each memory
 
@@ -64,6 +66,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
     `max_skipped_in_a_row` of them, and unless the loss scale is dynamic, or `warn_skipped` is false, the first one in a
     row warns. Multiply the loss by `loss_scale.scale` before backward. Raises ConfigError if the optimizer does
     not update pieces of parameters as its atom says (zero/step/atoms.py): by default, element by element.
+
+    With `skip_unused`, parameters of which no rank got a gradient in a step are not updated, as in torch, and the host
+    waits for a message. Without it their gradient is zero, and the first step with such a parameter warns.
     """
 
     def __init__(
@@ -77,6 +82,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         loss_scale: LossScale | None = None,
         max_skipped_in_a_row: int | None = 50,
         warn_skipped: bool = True,
+        skip_unused: bool = False,
         **settings: Any,
     ):
         check_type("`model` of ZeroOptimizer", model, ZeroDataParallel, "wrap the module, and give what that returns")
@@ -101,21 +107,30 @@ class ZeroOptimizer(torch.optim.Optimizer):
         # Never empty: torch's code for checkpoints steps an optimizer that has no state.
         self.state.update({param: OwnedState(of_param, self.inner) for param, of_param in pieces.by_param.items()})
         axes = model.shard_axis, self.tensor
-        self.matrices = assembled_updates(self.inner, model.module, pieces, axes, model.offload)
+        divided = model.shard_axis, model.replica_axis, self.tensor
         split = {model.module.get_parameter(name) for name in split_dims(model.module)}
         scale, in_blocks = self.loss_scale.scale, model.config.policy.adds_leaves
+        self.matrices = assembled_updates(
+            self.inner, model.module, pieces, divided, model.offload, one_by_one=in_blocks
+        )
+        self._unused = UnusedParameters(pieces.by_param, model.module, self.matrices, skips=skip_unused)
         self.grad_norm = GradNorm(pieces.owned, pieces.params, axes, split, scale, in_blocks=in_blocks)
         self._sums = self._deferred_sums()
         self._groups = BucketGroups(self.buckets, self.matrices.buckets, model.offload)
         self._written = WrittenParameters(flats, model.offload)
-        this = weakref.proxy(self)  # a reference from `inner` would keep this optimizer alive
-        self.inner.zero_grad = lambda set_to_none=True: this.zero_grad(set_to_none)  # type: ignore[method-assign]
-        self.inner.add_param_group = lambda param_group: this.add_param_group(param_group)  # type: ignore[method-assign]
-        for name in ("eval", "train"):  # of a schedule-free optimizer, which trains and evaluates with other values
-            if callable(method := getattr(self.inner, name, None)):
-                setattr(self.inner, name, partial(ZeroOptimizer._set_mode, this, weakref.WeakMethod(method), name))
+        self._take_calls_of_inner()
         self._check_others()
         model.reducer.users.add(self, pieces.params)
+
+    @classmethod
+    def like(cls, model: ZeroDataParallel, plain: torch.optim.Optimizer, **settings: Any) -> "ZeroOptimizer":
+        """Return an optimizer with the class, groups and settings of a plain one of the same parameters.
+
+        The plain one has not taken a step: its states are left behind.
+        """
+        known = signature(type(plain)).parameters
+        defaults = {name: value for name, value in plain.defaults.items() if name in known}
+        return cls(model, type(plain), plain.param_groups, **defaults | settings)
 
     @property
     def inner(self) -> torch.optim.Optimizer:
@@ -171,6 +186,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         axes = model.shard_axis, model.replica_axis, self.tensor
         model.before_step(self._pieces.params)
         model.reducer.complete()
+        self._unused.find(model.reducer.used, (model.data, self.tensor), model.offload.device)
         model.planner.before_update(axes)
         self._groups.let_host_use()  # gradients that were copied to it
         for sums, parts in self._sums:
@@ -263,6 +279,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
         bucket.grads.place(placement)
         self._groups.regroup()
 
+    def _take_calls_of_inner(self) -> None:
+        """Let calls of `inner` that concern gradients or parameters reach this optimizer."""
+        this = weakref.proxy(self)  # a reference from `inner` would keep this optimizer alive
+        self.inner.zero_grad = lambda set_to_none=True: this.zero_grad(set_to_none)  # type: ignore[method-assign]
+        self.inner.add_param_group = lambda param_group: this.add_param_group(param_group)  # type: ignore[method-assign]
+        for name in ("eval", "train"):  # of a schedule-free optimizer, which trains and evaluates with other values
+            if callable(method := getattr(self.inner, name, None)):
+                setattr(self.inner, name, partial(ZeroOptimizer._set_mode, this, weakref.WeakMethod(method), name))
+
     def _deferred_sums(self) -> list[tuple[GradientSums, list[tuple[Bucket, range]]]]:
         """Switch off the hooks of gradient sums; return each of these with this rank's parts of its parameters."""
         found: list[tuple[GradientSums, list[tuple[Bucket, range]]]] = []
@@ -341,10 +366,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 gathers.launch(bucket)
         self._bucketed.set_flag(skip)
         self.matrices.compute()
-        for buckets in self._groups_in_order(scales, with_matrices=True):
-            for bucket in buckets:
-                self.matrices.apply(bucket)
-                gathers.launch(bucket)
+        for is_last in self.matrices.returned():
+            for buckets in self._groups_in_order(scales, with_matrices=True):
+                for bucket in buckets:
+                    self.matrices.apply(bucket)
+                    if is_last:
+                        gathers.launch(bucket)
         self.matrices.end()
         self._bucketed.end_round()
 
@@ -372,7 +399,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if scaled:
             foreach_mul_(scaled, scales[placement][0])
         with allocating(TensorKind.MOMENTS, on_host=placement is Placement.HOST):  # in the optimizer's first step
-            elements = [self.matrices.other_pieces[bucket] for bucket in buckets]
+            elements = [self._unused.without(self.matrices.other_pieces[bucket]) for bucket in buckets]
             self._bucketed.step(list(zip(elements, grads, strict=True)))
         for bucket, grad in zip(buckets, grads, strict=True):
             self.matrices.prepare(bucket, grad)

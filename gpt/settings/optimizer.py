@@ -13,8 +13,11 @@ BelowOne = Annotated[float, Range(0, below=1)]
 class MuonSettings:
     """Muon, which updates the matrices inside of the blocks. Embeddings, norms and biases are updated by AdamW."""
 
+    iteration: Literal["newton_schulz", "polar_express"] = "newton_schulz"
+    """Polynomials of the iteration that makes a matrix of updates orthogonal. newton_schulz: the same one in all steps;
+    polar_express: the best one for what the steps before it have left (Amsel et al., 2025)."""
     ns_steps: Annotated[int, Range(1, 99)] = 5
-    """Steps of the Newton-Schulz iteration that makes a matrix of updates orthogonal."""
+    """Steps of this iteration."""
     ns_dtype: Literal["bf16", "fp32", "fp64"] = "bf16"
     """Data type of this iteration, and of the messages by which matrices reach the ranks that compute them."""
     adjust_lr: Literal["original", "match_rms_adamw"] = "match_rms_adamw"

@@ -5,7 +5,7 @@ in what AdamW updates: under bf16, our stages update fp32 master weights with fp
 weights with bf16 moments.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -86,8 +86,8 @@ def muon(name: str, model: nn.Module, terms: Terms, *, stage: int, optimizer_typ
 class MuonWithoutIteration(Muon):
     """Muon as far as it is not the computation of whole matrices, each of which one rank gets and sends back."""
 
-    def transform(self, matrix: Tensor, group: dict[str, Any], state: dict[str, Tensor]) -> Tensor:
-        return matrix
+    def transform(self, matrices: Tensor, group: dict[str, Any], states: Sequence[dict[str, Tensor]]) -> None:
+        """Leave the directions as they are."""
 
 
 def ddp(

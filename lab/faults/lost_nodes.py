@@ -36,7 +36,7 @@ from lab.faults.runs import OPTIONS, Steps, logged_steps, prepare_corpus
 from lab.faults.testbed import Node, joined_nodes, testbed_problem
 from zero.state.saved_state import rank_file
 
-NUM_RANKS, SAVE_EVERY, SELDOM = 2, 3, 6
+NUM_RANKS, SAVE_EVERY, SELDOM = 2, 3, 7
 NEVER = 1000
 LIMIT_SECONDS = 300.0
 SETTINGS = OPTIONS | {
@@ -125,6 +125,8 @@ class Launch:
         Return what it has cost, and from what the run has to go on.
         """
         self.wait_for_step(step)
+        while any(len(checkpoints(self._memory_of(node))) < 2 for node in self.nodes):
+            time.sleep(0.005)  # until two are complete, before the older one is deleted
         for agent in self._agents.values():
             agent.send_signal(signal.SIGSTOP)  # it starts the ranks again only when the files are damaged
         for node in self.nodes:
@@ -176,7 +178,7 @@ def lose_nodes(
         source, every = "checkpoint", SELDOM
         settings["checkpoint.every"] = SELDOM
         if num_lost == 0:
-            settings["checkpoint.snapshot_every"] = 2  # the older snapshot is newer than the checkpoint, mostly
+            settings["checkpoint.snapshot_every"] = 2  # the older of two is newer than a checkpoint, mostly
     elif source == "checkpoint":
         every = settings["checkpoint.every"] = SAVE_EVERY
         settings["checkpoint.snapshot_every"] = 0

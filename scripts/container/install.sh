@@ -38,7 +38,8 @@ if [[ ${1:-packages} == packages ]]; then
     echo "$before" >"$constraints"
     packages=$("$python" -c '
 import tomllib
-named = tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"]
+project = tomllib.load(open("pyproject.toml", "rb"))["project"]
+named = project["dependencies"] + project["optional-dependencies"]["gpt"]
 print("\n".join(each for each in named if not each.startswith("torch")))')
     mapfile -t packages <<<"$packages"
     "${pip[@]}" --constraint "$constraints" "${packages[@]}"

@@ -32,6 +32,13 @@ def test_the_public_names_exist():
     assert all(hasattr(zero, name) for name in zero.__all__)
 
 
+def test_zero_imports_what_is_installed_without_extras():
+    extras = ["safetensors", "transformers", "datasets", "tokenizers", "rich", "matplotlib", "yaml", "filelock"]
+    blocked = f"import sys; sys.modules |= dict.fromkeys({extras!r})"
+    walk = "import pkgutil, zero; [__import__(m.name) for m in pkgutil.walk_packages(zero.__path__, 'zero.')]"
+    subprocess.run([sys.executable, "-c", f"{blocked}; {walk}"], cwd=ROOT, check=True)
+
+
 @pytest.mark.parametrize("name", ["data.py", "data/__init__.py"])
 def test_a_file_of_the_user_with_the_name_of_a_package_is_named(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

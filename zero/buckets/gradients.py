@@ -123,6 +123,7 @@ class GradientReducer:
         self._order = ReductionOrder(buckets)
         self.reductions = Reductions(buckets, levels, config, offload)
         self.users = GradientUsers()
+        self.used: set[nn.Parameter] = set()  # those with a gradient that an optimizer awaits
         self._device = offload.device
         self._hashes: GradientHashes | None = None
         self._backward = BackwardState.NONE
@@ -210,6 +211,7 @@ class GradientReducer:
             self._hashes.add(self._order.numbers[param], grad)
             if self._hashes.discards:
                 return
+        self.used.add(param)
         numel = stop = grad.numel()
         for position in self._order.positions_of(param):
             grads = self._order.buckets[position].grads
@@ -256,6 +258,7 @@ class GradientReducer:
             return True
         self.end()
         self.reductions.allow_host_writes(self._order.buckets)
+        self.used -= self.users.params_of[optimizer]
         for bucket in self._order.buckets:
             bucket.grads.discard(self.users.params_of[optimizer])
         return False
@@ -265,6 +268,7 @@ class GradientReducer:
         # A backward that broke off is ended first: by then ranks may have launched different numbers of reductions.
         self.end()
         self._last_backward_has_begun = False
+        self.used.clear()
         self.reductions.leaves.restart()
         for bucket in self._order.buckets:
             bucket.grads.full.unstage(self.reductions.staging)

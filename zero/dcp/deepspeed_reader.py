@@ -35,6 +35,7 @@ from parallel.errors import ConfigError, first_line
 from zero.dcp.safe_reader import read_items
 from zero.partition.layout import overlap, rectangles
 from zero.state.layout_file import writer_of
+from zero.state.schema import shown
 
 GROWTH_TRACKER = "_growth_tracker"  # in the state of torch's GradScaler: steps since the loss scale has changed
 LATEST, MODEL_STATES, OPTIM_STATES = "latest", "*_model_states.pt", "*_optim_states.pt"
@@ -125,7 +126,10 @@ class DeepSpeedReader(StorageReader):
 
     def _read(self) -> None:
         if (latest := self._folder / LATEST).is_file():
-            self._folder /= Path(latest.read_text().strip()).name
+            name = Path(latest.read_text().strip()).name
+            if not (self._folder / name).is_dir():
+                raise ConfigError(f"{latest} names {shown(name)}, which is no folder beside it; it is damaged")
+            self._folder /= name
         models, ranks = (self._files(pattern) for pattern in (MODEL_STATES, OPTIM_STATES))
         states, described = [rank["optimizer_state_dict"] for rank in ranks], models[0]
         sizes = num_data, num_model = described["dp_world_size"], described["mp_world_size"]

@@ -1,19 +1,21 @@
-"""The messages by which matrices reach the ranks that compute them, and by which the results return.
+"""The messages by which some matrices reach the ranks that compute them, and by which the results return.
 
-    owned stretches      | for rank 0 ........ | for rank 1 .. | ...     of all matrices, in the order of the layout
-                                                                         all-to-all along the shard axis
+    owned stretches      | for replica 0: rank 0 .... | rank 1 .. |0| for replica 1: rank 0 .. | ...  | 0 |
+                                                                         its own part: all-to-all along the shard axis
     received stretches   | from rank 0 ... | from rank 1 ...... | ...    of the matrices of this shard rank
     parts                | for tensor rank 0 .... | for rank 1 ... |     each matrix in one piece
                                                                          all-to-all along the tensor axis
     whole matrices       | from tensor rank 0 ... | from rank 1 ... |    put together, computed, and taken apart again
 
-The results return by the same messages in the opposite direction, to the same places.
+The results return by the same messages in the opposite direction, to the same places. Replicas own the same stretches
+and compute different matrices, so an all-gather in place along the replica axis ends it; the parts for replicas have
+the length of the longest. Matrices of one kind follow each other, and are computed as one batch.
 """
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, groupby
 
 import torch
 from torch import Tensor
@@ -22,6 +24,7 @@ from parallel.autograd_internals import foreach_copy_
 from parallel.mesh import Axis, Work
 from zero.optimizers.matrices import Assignment, Matrix, Runs
 from zero.partition.layout import Layout, cut
+from zero.step.assembled_updates import Axes
 from zero.step.pieces import Piece
 
 
@@ -36,6 +39,8 @@ class Stretch:
     """The elements, counted in the piece of the parameter that the rank owns."""
     place: range
     """The elements of the message."""
+    is_sent: bool
+    """False if the matrix is computed by another replica, which owns the same elements."""
 
     def in_message(self, message: Tensor) -> Tensor:
         """Return a view of the stretch in the message, in the shape of the view of `runs`."""
@@ -68,43 +73,74 @@ class Message:
         )
 
 
-class MatrixExchange:
-    """The two messages of one rank, and where each matrix is in them.
+@dataclass(frozen=True)
+class Batch:
+    """Matrices of one kind that this rank computes: of one shape, put together in one way, with one rate."""
 
-    `pieces` are the pieces of parameters with matrices that this rank owns; `axes` are (shard, tensor).
+    numbers: list[int]
+    places: list[range]
+    """The elements of whole matrices: the parts of all of them, from each tensor rank."""
+
+
+class MatrixExchange:
+    """The messages of one rank for the matrices with some numbers, `chosen`, and where each matrix is in them.
+
+    `pieces` are the pieces of parameters with matrices that this rank owns; `axes` are (shard, replica, tensor).
     """
 
     def __init__(
         self,
         matrices: Sequence[Matrix],
+        chosen: Set[int],
         assignment: Assignment,
         layouts: Iterable[Layout],
         pieces: Iterable[Piece],
-        axes: tuple[Axis, Axis],
+        axes: Axes,
     ):
         self.matrices, self.assignment, self._layouts = matrices, assignment, list(layouts)
+        shard, self.by_replica, tensor = axes
+        data_rank = self.by_replica.rank * shard.size + shard.rank
         self.stretches: defaultdict[Piece, list[Stretch]] = defaultdict(list)
         self._received: list[tuple[range, range]] = []  # of each stretch (place in parts, in the message)
         # The numbers of the matrices of each parameter, in ascending order.
         self.of_param: defaultdict[str, list[int]] = defaultdict(list)
-        for number, matrix in enumerate(matrices):
-            self.of_param[matrix.param].append(number)
-        own = [number for number, (shard, _) in enumerate(assignment.places) if shard == axes[0].rank]
-        in_parts = self._plan_parts(own, axes[1])
-        self._plan_stretches(pieces, in_parts, axes[0])
+        for number in sorted(chosen):
+            self.of_param[matrices[number].param].append(number)
+        own = sorted((n for n in chosen if assignment.places[n][0] == data_rank), key=lambda n: matrices[n].kind)
+        in_parts = self._plan_parts(own, tensor)
+        self._plan_stretches(pieces, in_parts, shard)
 
     @property
     def own(self) -> list[int]:
         """The numbers of the matrices that this rank computes."""
-        return list(self._in_wholes)
+        return [number for batch in self._batches for number in batch.numbers]
+
+    @property
+    def own_part(self) -> range:
+        """The elements of owned stretches whose matrices are computed by this replica."""
+        start = self.by_replica.rank * self._part_numel
+        return range(start, start + sum(self.by_shard.sent_numels))
+
+    @property
+    def numel(self) -> int:
+        """The number of elements of all owned stretches, with those between the parts for replicas."""
+        return self.by_replica.size * self._part_numel
+
+    def gather(self, updates: Tensor) -> Work:
+        """Launch the all-gather of owned stretches along the replica axis."""
+        if not updates.numel():
+            return Work()
+        return self.by_replica.all_gather(updates.chunk(self.by_replica.size)[self.by_replica.rank], out=updates)
 
     def sent_numels(self) -> list[int]:
-        """Return the number of elements that each shard rank sends to other shard ranks, there and back."""
-        found = [0] * self.by_shard.axis.size
-        for owner, number, _, runs in self._owned_by_all(set(range(len(self.matrices)))):
-            if (computing := self.assignment.places[number][0]) != owner:
-                found[owner] += runs.numel
-                found[computing] += runs.numel
+        """Return the number of elements that each data rank sends to other shard ranks, there and back."""
+        num_shards = self.by_shard.axis.size
+        found = [0] * (num_shards * self.by_replica.size)
+        for owner, number, _, runs in self._owned_by_all({n for numbers in self.of_param.values() for n in numbers}):
+            replica, computing = divmod(self.assignment.places[number][0], num_shards)
+            if computing != owner:
+                found[replica * num_shards + owner] += runs.numel
+                found[replica * num_shards + computing] += runs.numel
         return found
 
     def gather_parts(self, received: Tensor) -> Tensor:
@@ -118,10 +154,16 @@ class MatrixExchange:
         in_parts, in_received = self._pairs(parts, received)
         foreach_copy_(in_received, in_parts)
 
-    def computed(self, wholes: Tensor) -> Iterable[tuple[int, list[Tensor]]]:
-        """Iterate over the matrices of this rank, each with its number and its parts in the order of tensor ranks."""
-        for number, places in self._in_wholes.items():
-            yield number, [cut(wholes, place).view(self.matrices[number].shape) for place in places]
+    def batches(self, wholes: Tensor, *, max_size: int | None = None) -> Iterator[tuple[list[int], list[Tensor]]]:
+        """Iterate over batches of at most `max_size` matrices: their numbers, and their parts by tensor ranks.
+
+        A part has the shape (number of matrices, rows, columns).
+        """
+        for batch in self._batches:
+            size = max_size or len(batch.numbers)
+            parts = [cut(wholes, place).view(-1, *self.matrices[batch.numbers[0]].shape) for place in batch.places]
+            for first in range(0, len(batch.numbers), size):
+                yield batch.numbers[first : first + size], [part[first : first + size] for part in parts]
 
     def _pairs(self, parts: Tensor, received: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Return views of both tensors for each stretch; there is at least one, which is empty."""
@@ -149,17 +191,27 @@ class MatrixExchange:
 
     def _plan_stretches(self, pieces: Iterable[Piece], in_parts: dict[int, range], axis: Axis) -> None:
         """Plan the first message: the stretches that this rank owns, to the shard ranks that compute their matrices."""
-        places = self.assignment.places
+        ranks, replica = self.assignment.places, self.by_replica
         sent = [(piece, *found) for piece in pieces for found in self._runs(piece.name, piece.in_param)]
         received = list(self._owned_by_all(in_parts.keys()))
-        in_sent, sent_numels = _arranged([(places[number][0], runs.numel) for _, number, _, runs in sent], axis.size)
+        to_ranks = [(ranks[number][0], runs.numel) for _, number, _, runs in sent]
+        in_sent, numels = _arranged(to_ranks, replica.size * axis.size)
+        numels_of_replicas = [numels[first : first + axis.size] for first in range(0, len(numels), axis.size)]
+        self._part_numel = max(sum(of_replica) for of_replica in numels_of_replicas)
+        sent_numels = numels_of_replicas[replica.rank]
+        before = [0, *accumulate(sum(of_replica) for of_replica in numels_of_replicas)]
         in_received, received_numels = _arranged([(rank, runs.numel) for rank, _, _, runs in received], axis.size)
         for (piece, number, start, runs), place in zip(sent, in_sent, strict=True):
-            self.stretches[piece].append(Stretch(number, start, runs, place))
+            computing = ranks[number][0] // axis.size
+            moved = computing * self._part_numel - before[computing]
+            place = range(place.start + moved, place.stop + moved)
+            self.stretches[piece].append(Stretch(number, start, runs, place, computing == replica.rank))
         for (_, number, start, runs), place in zip(received, in_received, strict=True):
             first = in_parts[number].start + start
             self._received.append((range(first, first + runs.numel), place))
-        total = sum(matrix.numel for matrix in self.matrices)
+        chosen = (number for numbers in self.of_param.values() for number in numbers)
+        of_replica = (number for number in chosen if ranks[number][0] // axis.size == replica.rank)
+        total = sum(self.matrices[number].numel for number in of_replica)
         self.by_shard = Message(axis, sent_numels, received_numels, total)
 
     def _plan_parts(self, own: Sequence[int], axis: Axis) -> dict[int, range]:
@@ -177,9 +229,14 @@ class MatrixExchange:
         ]
         in_sent, sent_numels = _arranged([(rank, self.matrices[n].numel) for rank, n in sent], axis.size)
         in_received, received_numels = _arranged([(rank, self.matrices[n].numel) for rank, n in received], axis.size)
-        self._in_wholes: dict[int, list[range]] = {number: [] for rank, number in sent if rank == axis.rank}
+        in_wholes: dict[int, list[range]] = {number: [] for rank, number in sent if rank == axis.rank}
         for (_, number), place in zip(received, in_received, strict=True):
-            self._in_wholes[number].append(place)
+            in_wholes[number].append(place)
+        self._batches = []
+        for _, numbers in groupby(in_wholes, key=lambda number: self.matrices[number].kind):
+            alike = list(numbers)
+            ends = zip(in_wholes[alike[0]], in_wholes[alike[-1]], strict=True)
+            self._batches.append(Batch(alike, [range(first.start, last.stop) for first, last in ends]))
         total = axis.size * sum(self.matrices[number].numel for number in own)
         self.by_tensor = Message(axis, sent_numels, received_numels, total)
         return dict(zip(own, in_sent, strict=True))
@@ -198,11 +255,12 @@ def _arranged(items: Sequence[tuple[int, int]], size: int) -> tuple[list[range],
 
 
 def join(parts: list[Tensor], dim: int | None) -> Tensor:
-    """Join the parts that tensor ranks have of a matrix."""
-    return parts[0] if dim is None else torch.cat(parts, dim)
+    """Join the parts (number, rows, columns) that tensor ranks have of matrices along a dim of the matrices."""
+    return parts[0] if dim is None else torch.cat(parts, dim + 1)
 
 
-def take_apart(whole: Tensor, parts: list[Tensor], dim: int | None) -> None:
-    """Copy a matrix into its parts."""
-    for part, values in zip(parts, whole.chunk(len(parts), dim or 0), strict=True):
-        part.copy_(values)
+def take_apart(wholes: Tensor, parts: list[Tensor], dim: int | None) -> None:
+    """Copy matrices into their parts, unless they are the same memory."""
+    if dim is not None:
+        for part, values in zip(parts, wholes.chunk(len(parts), dim + 1), strict=True):
+            part.copy_(values)

@@ -28,6 +28,7 @@ class GroupedAdamW(AdamW):
     def __init__(self, params: Any, **settings: Any):
         own = {name: settings.pop(name, value) for name, value in self.own_defaults.items()}
         super().__init__(params, **ADAM_DEFAULTS | settings)
+        self._flags: dict[tuple[Any, ...], Tensor] = {}
         self.defaults |= {"update": self.method, **own}
         for group in self.param_groups:
             for name, value in self.defaults.items():
@@ -42,14 +43,34 @@ class GroupedAdamW(AdamW):
     def start_round(self, group: dict[str, Any]) -> None:
         """Begin a step of all parameters of a group, in which it is the first call."""
 
+    def end_round(self) -> None:
+        """End a step: forget its flags."""
+        self._flags.clear()
+
     @abstractmethod
     def update_param(self, param: nn.Parameter, grad: Tensor, group: dict[str, Any]) -> None:
         """Update one parameter of a group by the method."""
 
     def is_kept(self, like: Tensor) -> Tensor | None:
         """Return 0 if the step is to be skipped, else 1, in the type of `like`; None if no flag has been set."""
-        found_inf = getattr(self, "found_inf", None)
-        return None if found_inf is None else (1.0 - found_inf).to(like.dtype)
+        return None if getattr(self, "found_inf", None) is None else self.if_kept(1.0, like.dtype)
+
+    def if_kept(self, value: float, dtype: torch.dtype, otherwise: float = 0.0) -> Any:
+        """Return `value`, or `otherwise` if the step is to be skipped: a tensor, and a number if no flag has been set.
+
+        The tensors are kept until the step ends, which spares two kernels for each stretch of a parameter.
+        """
+        if (found_inf := getattr(self, "found_inf", None)) is None:
+            return value
+        key = found_inf.device, value, dtype, otherwise
+        if key not in self._flags:
+            self._flags[key] = found_inf.new_full((), otherwise, dtype=dtype).masked_fill_(found_inf == 0, value)
+        return self._flags[key]
+
+    def clear_if_skipped(self, grad: Tensor) -> None:
+        """Let a gradient be zeros if the step is to be skipped: times a weight of zero, inf would be NaN."""
+        if self.is_kept(grad) is not None:
+            grad.masked_fill_(self.if_kept(False, torch.bool, True), 0.0)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -66,3 +87,4 @@ class GroupedAdamW(AdamW):
             super().step()
         finally:
             self.param_groups = groups
+            self.end_round()

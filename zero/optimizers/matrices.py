@@ -62,6 +62,11 @@ class Matrix:
         return self.shape[0] * self.shape[1]
 
     @property
+    def kind(self) -> tuple[int, int, int, int, int]:
+        """What matrices that are computed as one batch have in common."""
+        return *self.shape, self.num_parts, -1 if self.joined_dim is None else self.joined_dim, self.group
+
+    @property
     def whole_shape(self) -> tuple[int, int]:
         """The shape of the matrix that is computed."""
         rows, columns = self.shape
@@ -130,33 +135,35 @@ class Assignment:
     """The rank that computes each matrix, along the shard axis and along the tensor axis, and the work of each rank."""
 
     places: list[tuple[int, int | None]]
-    """For each matrix (shard rank, tensor rank); None: every tensor rank of this shard rank computes its own."""
+    """For each matrix (data rank, tensor rank); None: every tensor rank of this data rank computes its own."""
     flops: list[list[int]]
-    """Of each shard rank and each tensor rank."""
+    """Of each data rank and each tensor rank."""
 
     @property
     def all_flops(self) -> list[int]:
         """The FLOPs of every rank."""
-        return [flops for of_shard_rank in self.flops for flops in of_shard_rank]
+        return [flops for of_data_rank in self.flops for flops in of_data_rank]
 
 
 def assign(
-    matrices: Sequence[Matrix], flops_of: Callable[[tuple[int, int]], int], num_shards: int, tensor_size: int = 1
+    matrices: Sequence[Matrix], flops_of: Callable[[tuple[int, int]], int], num_ranks: int, tensor_size: int = 1
 ) -> Assignment:
-    """Assign matrices to ranks, the longest first, each to the rank that has least to compute so far."""
-    flops = [[0] * tensor_size for _ in range(num_shards)]
+    """Assign matrices to `num_ranks` data ranks and to their tensor ranks, the longest first.
+
+    Each goes to the rank that has least to compute so far, and of several to the one that receives least.
+    """
+    loads = [[(0, 0)] * tensor_size for _ in range(num_ranks)]  # (FLOPs, elements) so far
     places: dict[int, tuple[int, int | None]] = {}  # by the number of the matrix
-    least = [(0, shard, tensor) for shard in range(num_shards) for tensor in range(tensor_size)]
     costs = [flops_of(matrix.whole_shape) for matrix in matrices]
+    least = [(0, 0, rank, tensor) for rank in range(num_ranks) for tensor in range(tensor_size)]
     for number in sorted(range(len(matrices)), key=lambda number: -costs[number]):
-        if matrices[number].num_parts == tensor_size:
-            while least[0][0] != flops[least[0][1]][least[0][2]]:  # an entry from before the rank got more
-                heapq.heapreplace(least, (flops[least[0][1]][least[0][2]], *least[0][1:]))
-            _, shard, tensor = least[0]
-            flops[shard][tensor] += costs[number]
-            places[number] = shard, tensor
-        else:
-            shard = min(range(num_shards), key=lambda shard: max(flops[shard]))
-            flops[shard] = [before + costs[number] for before in flops[shard]]
-            places[number] = shard, None
-    return Assignment([places[number] for number in range(len(matrices))], flops)
+        is_joined = matrices[number].num_parts == tensor_size
+        while (now := (*loads[least[0][2]][least[0][3]], *least[0][2:])) != least[0]:  # it got more since
+            heapq.heapreplace(least, now)
+        rank = least[0][2] if is_joined else min(range(num_ranks), key=lambda rank: max(loads[rank]))
+        for tensor in [least[0][3]] if is_joined else range(tensor_size):
+            flops, numel = loads[rank][tensor]
+            loads[rank][tensor] = flops + costs[number], numel + matrices[number].numel
+        places[number] = rank, least[0][3] if is_joined else None
+    flops_of_ranks = [[flops for flops, _ in of_data_rank] for of_data_rank in loads]
+    return Assignment([places[number] for number in range(len(matrices))], flops_of_ranks)

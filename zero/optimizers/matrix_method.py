@@ -1,13 +1,15 @@
 """AdamW whose groups of matrices are updated by another method. Only one of its steps needs whole matrices.
 
-    direction     the values of an owned stretch that are sent, after an update of its states   element by element
-    transform     the update of a matrix, from the directions of all of its elements          whole matrices
-    decay, add    the update of an owned stretch                                              element by element
+    accumulate    the states of owned elements                                                element by element
+    direction     their values that are sent                                                  element by element
+    transform     the updates of equal matrices, from the directions of all of their elements  whole matrices
+    decay, add    the update of owned elements                                                element by element
 
 zero/optimizers/matrix_optimizer.py puts these steps together, in one process and over ranks.
 """
 
 from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +17,8 @@ from torch import Tensor, nn
 
 from zero.optimizers.grouped_adamw import GroupedAdamW
 from zero.step.atoms import MATRIX
+
+View = Callable[[Tensor], Tensor]
 
 
 class MatrixMethod(GroupedAdamW):
@@ -40,8 +44,12 @@ class MatrixMethod(GroupedAdamW):
         """Make the states of a stretch, before its first update."""
 
     @abstractmethod
-    def direction(self, param: nn.Parameter, grad: Tensor, group: dict[str, Any]) -> Tensor:
-        """Update the states of a stretch, and return the values to send. May overwrite `grad`."""
+    def accumulate(self, param: nn.Parameter, grad: Tensor, group: dict[str, Any]) -> None:
+        """Update the states of owned elements. May overwrite `grad`, which must be finite afterwards."""
+
+    @abstractmethod
+    def direction(self, param: nn.Parameter, grad: Tensor, group: dict[str, Any], view: View, out: Tensor) -> None:
+        """Write the values to send to `out`; `view` selects them, of the gradient and of a state of the parameter."""
 
     def matrix_state(self, shape: tuple[int, int], device: torch.device) -> dict[str, Tensor]:
         """Return the states of a whole matrix, before its first update; they are on the rank that computes it."""
@@ -59,14 +67,16 @@ class MatrixMethod(GroupedAdamW):
         return 0
 
     @abstractmethod
-    def transform(self, matrix: Tensor, group: dict[str, Any], state: dict[str, Tensor]) -> Tensor:
-        """Return the update of a whole matrix, given the directions in `message_dtype`, and change its states."""
+    def transform(self, matrices: Tensor, group: dict[str, Any], states: Sequence[dict[str, Tensor]]) -> None:
+        """Overwrite directions by updates, of matrices (number, rows, columns) in `message_dtype`; change their states.
+
+        In a step that is skipped the updates are zeros.
+        """
 
     def decay(self, param: Tensor, group: dict[str, Any]) -> None:
         """Apply the decoupled weight decay to a stretch."""
-        decay, is_kept = self.rate(group, None) * group["weight_decay"], self.is_kept(param)
-        if decay:
-            param.mul_(1 - decay if is_kept is None else 1 - is_kept * decay)
+        if decay := self.rate(group, None) * group["weight_decay"]:
+            param.mul_(self.if_kept(1 - decay, param.dtype, otherwise=1.0))
 
     def add(self, param: Tensor, update: Tensor, group: dict[str, Any], shape: tuple[int, int]) -> None:
         """Apply its part of the update to a stretch of a matrix of `shape`."""

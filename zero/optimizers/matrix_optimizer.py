@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel.mesh import Axis
 from zero.memory.placement import Offload
 from zero.optimizers.matrix_method import MatrixMethod
 from zero.optimizers.matrix_updates import MatrixUpdates
+from zero.step.assembled_updates import Axes
 from zero.step.pieces import OwnedPieces
 
 
@@ -17,10 +17,17 @@ class MatrixOptimizer(MatrixMethod):
     """The base class of optimizers that update whole matrices; a class derived from it writes the steps."""
 
     def assembled_updates(
-        self, groups: Set[int], module: nn.Module, pieces: OwnedPieces, axes: tuple[Axis, Axis], offload: Offload
+        self,
+        groups: Set[int],
+        module: nn.Module,
+        pieces: OwnedPieces,
+        axes: Axes,
+        offload: Offload,
+        *,
+        one_by_one: bool,
     ) -> MatrixUpdates:
         """Return the updates of matrices whose stretches many ranks own: see zero/step/assembled_updates.py."""
-        return MatrixUpdates(self, groups, module, pieces, axes, offload)
+        return MatrixUpdates(self, groups, module, pieces, axes, offload, max_batch=1 if one_by_one else None)
 
     def update_param(self, param: nn.Parameter, grad: Tensor, group: dict[str, Any]) -> None:
         """Update a whole parameter, which is one matrix."""
@@ -35,12 +42,12 @@ class MatrixOptimizer(MatrixMethod):
         """Update a matrix of `shape`, given all of its stretches. May overwrite their gradients."""
         for param in stretches:
             self.prepare(param)
-        sent = [self.direction(param, grad, group) for param, grad in zip(stretches, grads, strict=True)]
-        matrix = torch.cat([direction.flatten() for direction in sent]).to(self.message_dtype).view(shape)
-        update = self.transform(matrix, group, self.state_of_matrix(stretches[0], shape, matrix.device))
-        if (is_kept := self.is_kept(update)) is not None:
-            update = update * is_kept
-        updates = update.flatten().split([param.numel() for param in stretches])
-        for param, values in zip(stretches, updates, strict=True):
+        matrix = stretches[0].new_empty(shape, dtype=self.message_dtype)
+        parts = matrix.view(-1).split([param.numel() for param in stretches])
+        for param, grad, values in zip(stretches, grads, parts, strict=True):
+            self.accumulate(param, grad, group)
+            self.direction(param, grad, group, Tensor.flatten, values)
+        self.transform(matrix[None], group, [self.state_of_matrix(stretches[0], shape, matrix.device)])
+        for param, values in zip(stretches, parts, strict=True):
             self.decay(param, group)
             self.add(param, values.view_as(param), group, shape)

@@ -1,37 +1,40 @@
-"""The update of matrices whose elements many ranks own, bucket by bucket, around two messages there and back.
+"""The update of matrices whose elements many ranks own, bucket by bucket, around messages there and back.
 
 prepare    of every bucket with matrices: momentum of the owned stretches, whose directions are written to a message
-send       launch the message; buckets without matrices are updated while it is on its way
-compute    whole matrices, each on one rank; their updates return in the same message
-apply      of every bucket with matrices: weight decay and update of the owned stretches
+send       launch the messages; buckets without matrices are updated while they are on their way
+compute    whole matrices, each on one rank, and equal ones in one batch; their updates return in the same messages
+returned   of every bucket with matrices: `apply` weight decay and update of the owned stretches
+
+Matrices are exchanged in two rounds if each rank computes some in both: the first message is short, and the second one
+is on its way while the first matrices are computed; the first updates return while the others are computed, and are
+applied while the last ones return.
 """
 
-from collections.abc import Mapping, Sequence, Set
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 
 import torch
 from torch import Tensor, nn
 
-from parallel.autograd_internals import foreach_copy_
 from parallel.memory_kinds import TensorKind, allocating
-from parallel.mesh import Axis
 from parallel.tensor.split_parameters import packed_rows, split_dims
 from zero.buckets.bucket import Bucket
 from zero.buckets.flat import FlatParameters
 from zero.memory.placement import Offload, Placement
-from zero.optimizers.exchange import MatrixExchange, Message, join, take_apart
+from zero.optimizers.exchange import MatrixExchange, join, take_apart
 from zero.optimizers.matrices import Assignment, Matrix, assign, matrices_of
 from zero.optimizers.matrix_method import MatrixMethod
 from zero.partition.layout import cut
-from zero.step.assembled_updates import AssembledUpdates
+from zero.step.assembled_updates import AssembledUpdates, Axes
 from zero.step.pieces import OwnedPieces, Piece
 
 
-class StretchMessage:
-    """The message of owned stretches during an update: on the accelerator, and on the host for buckets there."""
+class Round:
+    """An exchange during an update. Its owned stretches are on the accelerator, and on the host for buckets there."""
 
-    def __init__(self, message: Message, dtype: torch.dtype, offload: Offload):
-        self._message, self._dtype, self._offload = message, dtype, offload
-        self.elements = range(sum(message.sent_numels))
+    def __init__(self, exchange: MatrixExchange, dtype: torch.dtype, offload: Offload):
+        self.exchange, self._dtype, self._offload = exchange, dtype, offload
+        self.elements = range(exchange.numel)
         self._on_host: Tensor | None = None  # pinned, and kept for the whole run
         self._places_on_host: Sequence[range] = ()
 
@@ -53,19 +56,31 @@ class StretchMessage:
         """Launch the message, after the elements that the host has written have been copied."""
         for on_host, on_accelerator in self._copied():
             self._offload.to_accelerator(on_host, out=on_accelerator).wait()
+        own, message = cut(self.on_accelerator, self.exchange.own_part), self.exchange.by_shard
         with allocating(TensorKind.BUFFERS):
-            self._received = self._message.receive_buffer(self.on_accelerator)
-        self._sent = self._message.send(self.on_accelerator, self._received)
+            self._received = message.receive_buffer(own)
+        self._work = message.send(own, self._received)
 
-    def receive(self) -> Tensor:
-        """Wait for the message, and return the elements that this rank has received; the caller frees them."""
-        self._sent.wait()
-        received = self._received
-        del self._received
-        return received
+    def compute(self, transform: Callable[[list[int], list[Tensor]], None], max_batch: int | None) -> None:
+        """Wait for the message, compute the matrices of this rank, and launch the return of their updates."""
+        self._work.wait()
+        exchange, received = self.exchange, self._received
+        with allocating(TensorKind.BUFFERS):
+            parts = exchange.gather_parts(received)
+            wholes = exchange.by_tensor.receive_buffer(parts)
+            exchange.by_tensor.send(parts, wholes).wait()
+            for numbers, of_tensor_ranks in exchange.batches(wholes, max_size=max_batch):
+                transform(numbers, of_tensor_ranks)
+            exchange.by_tensor.send_back(wholes, parts).wait()
+            exchange.scatter_parts(parts, received)
+        own = cut(self.on_accelerator, exchange.own_part)
+        self._work = exchange.by_shard.send_back(received, own)
 
-    def to_host(self) -> None:
-        """Copy the updates that have returned to the host, which may read them afterwards."""
+    def receive(self) -> None:
+        """Wait for the updates, which replicas then give to each other, and copy those of the host to it."""
+        self._work.wait()
+        del self._received  # not before: the message reads it
+        self.exchange.gather(self.on_accelerator).wait()
         for on_host, on_accelerator in self._copied():
             self._offload.to_host(on_accelerator, out=on_host).wait()
         if self._places_on_host:
@@ -93,34 +108,39 @@ class MatrixUpdates(AssembledUpdates):
         groups: Set[int],
         module: nn.Module,
         pieces: OwnedPieces,
-        axes: tuple[Axis, Axis],
+        axes: Axes,
         offload: Offload,
+        max_batch: int | None = None,
     ):
-        """Plan the messages; `axes`: (shard, tensor), along both of which matrices are put together."""
-        self.inner, self._groups, self._offload, self._tensor_axis = inner, groups, offload, axes[1]
-        shard, tensor = axes if inner.defaults.get("joins_parts", True) else (axes[0], axes[1].without_peers())
+        """Plan the messages; `axes`: (shard, replica, tensor), over all of which matrices are divided.
+
+        At most `max_batch` matrices are computed as one batch.
+        """
+        self.inner, self._groups, self._offload, self._max_batch = inner, groups, offload, max_batch
+        shard, replica, self._tensor_axis = axes
+        tensor = self._tensor_axis if inner.defaults.get("joins_parts", True) else self._tensor_axis.without_peers()
         params = {param: number for param, number in pieces.group_of.items() if number in groups}
         owned = pieces.by_bucket.items()
         self._pieces = {bucket: [piece for piece in own if piece.group in groups] for bucket, own in owned}
         self.other_pieces = {bucket: [piece for piece in own if piece.group not in groups] for bucket, own in owned}
         self.buckets = {bucket for bucket in pieces.by_bucket if not params.keys().isdisjoint(bucket.grads.parts)}
         """The buckets in which any rank owns a stretch of a matrix: the same on all ranks."""
-        matrices = _matrices(module, pieces.flats, params, tensor.size)
-        assignment = assign(matrices, inner.flops, shard.size, tensor.size)
+        # States of whole matrices are saved by one of the replicas, which then has to have all of them.
+        divided = replica.without_peers() if inner.matrix_state_numel((1, 1)) else replica
+        self.matrices = _matrices(module, pieces.flats, params, tensor.size)
+        """All matrices, in the order of the layout."""
+        self.assignment = assign(self.matrices, inner.flops, shard.size * divided.size, tensor.size)
+        """The rank that computes each matrix."""
         layouts = [flat.layout for flat in pieces.flats]
         own = [piece for of_bucket in self._pieces.values() for piece in of_bucket]
-        self._exchange = MatrixExchange(matrices, assignment, layouts, own, (shard, tensor))
-        self._message = StretchMessage(self._exchange.by_shard, inner.message_dtype, offload)
-
-    @property
-    def matrices(self) -> Sequence[Matrix]:
-        """All matrices, in the order of the layout."""
-        return self._exchange.matrices
-
-    @property
-    def assignment(self) -> Assignment:
-        """The rank that computes each matrix."""
-        return self._exchange.assignment
+        self._rounds = [
+            Round(
+                MatrixExchange(self.matrices, chosen, self.assignment, layouts, own, (shard, divided, tensor)),
+                inner.message_dtype,
+                offload,
+            )
+            for chosen in rounds_of(self.matrices, self.assignment)
+        ]
 
     def begin(self) -> None:
         """Begin an update: allocate the messages."""
@@ -128,57 +148,55 @@ class MatrixUpdates(AssembledUpdates):
             self.inner.start_round(self.inner.param_groups[number])
         on_host = [bucket for bucket in self.buckets if bucket.optimizer_placement is Placement.HOST]
         pieces = [piece for bucket in on_host for piece in self._pieces[bucket]]
-        places = [stretch.place for piece in pieces for stretch in self._exchange.stretches[piece]]
-        self._message.allocate(places if len(on_host) < len(self.buckets) else [self._message.elements])
+        for one in self._rounds:
+            places = [stretch.place for piece in pieces for stretch in one.exchange.stretches[piece]]
+            one.allocate(places if len(on_host) < len(self.buckets) else [one.elements])
 
     def prepare(self, bucket: Bucket, grad: Tensor) -> None:
         """Update the states of a bucket's owned stretches, and write their directions; `grad` is its flat gradient."""
         for piece in self._pieces[bucket]:
             with allocating(TensorKind.MOMENTS, on_host=bucket.optimizer_placement is Placement.HOST):
                 self.inner.prepare(piece.param)
-            direction = self.inner.direction(piece.param, cut(grad, piece.elements), self._group(piece))
-            stretches, message = self._exchange.stretches[piece], self._message.of(bucket)
-            foreach_copy_(
-                [stretch.in_message(message) for stretch in stretches],
-                [stretch.runs.view(direction) for stretch in stretches],
-            )
+            own, group = cut(grad, piece.elements), self._group(piece)
+            self.inner.accumulate(piece.param, own, group)
+            for one in self._rounds:
+                for stretch in one.exchange.stretches[piece]:
+                    if stretch.is_sent:
+                        out = stretch.in_message(one.of(bucket))
+                        self.inner.direction(piece.param, own, group, stretch.runs.view, out)
 
     def send(self) -> None:
-        """Launch the message with the directions of all buckets."""
-        self._message.send()
+        """Launch the messages with the directions of all buckets."""
+        for one in self._rounds:
+            one.send()
 
     def compute(self) -> None:
-        """Compute the matrices of this rank, return their updates, and receive the updates of its stretches."""
-        message, by_shard, by_tensor = self._message, self._exchange.by_shard, self._exchange.by_tensor
-        with allocating(TensorKind.BUFFERS):
-            parts = self._exchange.gather_parts(message.receive())
-            wholes = by_tensor.receive_buffer(parts)
-            by_tensor.send(parts, wholes).wait()
-            for number, own in self._exchange.computed(wholes):
-                matrix = self.matrices[number]
-                group, state = self.inner.param_groups[matrix.group], self._state_of(number)
-                update = self.inner.transform(join(own, matrix.joined_dim), group, state)
-                take_apart(update, own, matrix.joined_dim)
-            by_tensor.send_back(wholes, parts).wait()
-            received = by_shard.receive_buffer(message.on_accelerator)
-            self._exchange.scatter_parts(parts, received)
-        by_shard.send_back(received, message.on_accelerator).wait()
-        if (is_kept := self.inner.is_kept(message.on_accelerator)) is not None:
-            message.on_accelerator.mul_(is_kept)
-        message.to_host()
+        """Compute the matrices of this rank, and return their updates."""
+        for one in self._rounds:
+            one.compute(self._transform, self._max_batch)
+
+    def returned(self) -> Iterator[bool]:
+        """Wait for the updates of one round after the other; yield True if it is the last one."""
+        for one in self._rounds:
+            one.receive()
+            self._present = one
+            yield one is self._rounds[-1]
 
     def apply(self, bucket: Bucket) -> None:
-        """Update the owned stretches of a bucket."""
+        """Update the owned stretches of a bucket whose updates have returned."""
         for piece in self._pieces[bucket]:
-            group, message = self._group(piece), self._message.of(bucket)
-            self.inner.decay(piece.param, group)
-            for stretch in self._exchange.stretches[piece]:
-                own, update = stretch.runs.view(piece.param), stretch.in_message(message)
+            group = self._group(piece)
+            if self._present is self._rounds[0]:
+                self.inner.decay(piece.param, group)
+            for stretch in self._present.exchange.stretches[piece]:
+                own, update = stretch.runs.view(piece.param), stretch.in_message(self._present.of(bucket))
                 self.inner.add(own, update, group, self.matrices[stretch.matrix].whole_shape)
 
     def end(self) -> None:
-        """End an update: free the message on the accelerator."""
-        self._message.free()
+        """End an update: free the messages on the accelerator."""
+        for one in self._rounds:
+            one.free()
+        self.inner.end_round()
 
     def states(self) -> dict[str, Tensor]:
         """Return the states of the whole matrices of this rank, by name, for a checkpoint; they are made if need be.
@@ -187,7 +205,8 @@ class MatrixUpdates(AssembledUpdates):
         """
         return {
             f"{self._name(number)}.{kind}": value
-            for number in self._exchange.own
+            for one in self._rounds
+            for number in one.exchange.own
             for kind, value in self._state_of(number).items()
         }
 
@@ -202,8 +221,15 @@ class MatrixUpdates(AssembledUpdates):
         return sum(numels) * self.inner.message_dtype.itemsize
 
     def sent_numels(self) -> list[int]:
-        """Return the number of elements of matrices that each shard rank sends to others in a step."""
-        return self._exchange.sent_numels()
+        """Return the number of elements of matrices that each data rank sends to other shard ranks in a step."""
+        return [sum(numels) for numels in zip(*(one.exchange.sent_numels() for one in self._rounds), strict=True)]
+
+    def _transform(self, numbers: list[int], parts: list[Tensor]) -> None:
+        matrix = self.matrices[numbers[0]]
+        wholes = join(parts, matrix.joined_dim)
+        states = [self._state_of(number) for number in numbers]
+        self.inner.transform(wholes, self.inner.param_groups[matrix.group], states)
+        take_apart(wholes, parts, matrix.joined_dim)
 
     def _state_of(self, number: int) -> dict[str, Tensor]:
         with allocating(TensorKind.MOMENTS):
@@ -211,7 +237,7 @@ class MatrixUpdates(AssembledUpdates):
 
     def _name(self, number: int) -> str:
         matrix = self.matrices[number]
-        position = self._exchange.of_param[matrix.param].index(number)
+        position = number - next(n for n, other in enumerate(self.matrices) if other.param == matrix.param)
         part = "" if matrix.num_parts == self._tensor_axis.size else f".{self._tensor_axis.rank}"
         return f"matrix.{matrix.param}.{position}{part}"
 
@@ -232,3 +258,21 @@ def _matrices(
             span.name, span.shape, params[param], packed.get(span.name), split.get(span.name), tensor_size
         )
     ]
+
+
+def rounds_of(matrices: Sequence[Matrix], assignment: Assignment) -> list[set[int]]:
+    """Divide the numbers of matrices into rounds: kinds with the fewest elements, up to half of all, and the others.
+
+    All are in one round if a rank would compute nothing in one of two: it would wait for two messages and hide none.
+    """
+    of_kinds: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
+    for number, matrix in enumerate(matrices):
+        of_kinds[matrix.kind].append(number)
+    first: set[int] = set()
+    for numbers in sorted(of_kinds.values(), key=lambda numbers: len(numbers) * matrices[numbers[0]].numel):
+        if 2 * sum(matrices[number].numel for number in (*first, *numbers)) <= sum(m.numel for m in matrices):
+            first.update(numbers)
+    rounds = [first, set(range(len(matrices))) - first]
+    ranks = {rank for rank, _ in assignment.places}
+    works_in_both = all({assignment.places[number][0] for number in numbers} == ranks for numbers in rounds)
+    return rounds if works_in_both else [set(range(len(matrices)))]

@@ -1,14 +1,36 @@
 """Muon: momentum whose matrices are made orthogonal by a Newton-Schulz iteration (Jordan et al., 2024)."""
 
 import math
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
+from zero.optimizers.matrix_method import View
 from zero.optimizers.matrix_optimizer import MatrixOptimizer
 from zero.partition.config import DTYPES
 
+Coefficients = tuple[float, float, float]
+IterationName = Literal["newton_schulz", "polar_express"]
+SAFETY = 1.01  # of Polar Express: rounding must not take a singular value past the range of the next polynomial
+# The best polynomials of degree 5 for singular values from 1e-3 to 1, one after the other, and the limit (Amsel et al.,
+# 2025, algorithm 1).
+POLAR_EXPRESS: Sequence[Coefficients] = (
+    *(
+        (a / SAFETY, b / SAFETY**3, c / SAFETY**5)
+        for a, b, c in (
+            (8.28721201814563, -23.595886519098837, 17.300387312530933),
+            (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+            (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+            (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+            (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+            (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+            (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
+        )
+    ),
+    (1.875, -1.25, 0.375),
+)
 Adjustment = Literal["original", "match_rms_adamw"]
 ITERATION_DTYPES = {"bf16": DTYPES["bf16"], "fp32": DTYPES["fp32"], "fp64": torch.float64}
 
@@ -17,7 +39,8 @@ class Muon(MatrixOptimizer):
     """Muon for groups of matrices, with the arithmetic of `torch.optim.Muon`, and AdamW for groups with update="adamw".
 
     The names of Muon's settings are torch's. `lr_factor` multiplies the learning rate of matrices, `ns_eps` is torch's
-    eps, and `ns_dtype` the type of the Newton-Schulz iteration, and of the messages: bf16, fp32 or fp64. The default
+    eps, and `ns_dtype` the type of the iteration, and of the messages: bf16, fp32 or fp64. `iteration`: newton_schulz
+    has `ns_coefficients` in all steps, polar_express those of Polar Express, other ones in each. The default
     `adjust_lr_fn`, match_rms_adamw, gives an update the size of AdamW's, so that both can have one learning rate.
     """
 
@@ -25,6 +48,7 @@ class Muon(MatrixOptimizer):
     own_defaults: ClassVar = {
         "momentum": 0.95,
         "nesterov": True,
+        "iteration": "newton_schulz",
         "ns_coefficients": (3.4445, -4.7750, 2.0315),
         "ns_eps": 1e-7,
         "ns_steps": 5,
@@ -44,19 +68,26 @@ class Muon(MatrixOptimizer):
         if not self.state[param]:
             self.state[param]["momentum_buffer"] = torch.zeros_like(param)
 
-    def direction(self, param: nn.Parameter, grad: Tensor, group: dict[str, Any]) -> Tensor:
-        """Update the momentum of a stretch, and return the direction that is made orthogonal."""
-        momentum, buffer = group["momentum"], self.state[param]["momentum_buffer"]
-        if (is_kept := self.is_kept(buffer)) is None:
-            buffer.lerp_(grad, 1 - momentum)
-        else:
-            grad.masked_fill_(is_kept == 0, 0.0)  # times a weight of zero, inf would be NaN
-            buffer.lerp_(grad, is_kept * (1 - momentum))
-        return grad.lerp(buffer, momentum) if group["nesterov"] else buffer
+    def accumulate(self, param: nn.Parameter, grad: Tensor, group: dict[str, Any]) -> None:
+        """Update the momentum."""
+        self.clear_if_skipped(grad)
+        self.state[param]["momentum_buffer"].lerp_(grad, self.if_kept(1 - group["momentum"], grad.dtype))
 
-    def transform(self, matrix: Tensor, group: dict[str, Any], state: dict[str, Tensor]) -> Tensor:
-        """Return the nearly orthogonal matrix."""
-        return orthogonalized(matrix, group["ns_coefficients"], group["ns_steps"], group["ns_eps"])
+    def direction(self, param: nn.Parameter, grad: Tensor, group: dict[str, Any], view: View, out: Tensor) -> None:
+        """Write the direction that is made orthogonal."""
+        buffer = view(self.state[param]["momentum_buffer"])
+        if group["nesterov"]:
+            torch.lerp(view(grad), buffer, group["momentum"], out=out)  # rounded to the type of `out` once
+        else:
+            out.copy_(buffer)
+
+    def transform(self, matrices: Tensor, group: dict[str, Any], states: Sequence[dict[str, Tensor]]) -> None:
+        """Make the matrices nearly orthogonal."""
+        is_newton_schulz = group["iteration"] == "newton_schulz"
+        given = [group["ns_coefficients"]] if is_newton_schulz else POLAR_EXPRESS
+        steps = [given[min(number, len(given) - 1)] for number in range(group["ns_steps"])]
+        scale = self.if_kept(1.0 if is_newton_schulz else 1 / SAFETY, matrices.dtype)
+        orthogonalize_(matrices, steps, group["ns_eps"], scale)
 
     def rate(self, group: dict[str, Any], shape: tuple[int, int] | None) -> float:
         """Return the learning rate, which is adjusted to the shape of a matrix."""
@@ -70,20 +101,20 @@ class Muon(MatrixOptimizer):
         return 2 * m * m * n + m**3
 
 
-def orthogonalized(matrix: Tensor, coefficients: tuple[float, float, float], num_steps: int, eps: float) -> Tensor:
-    """Return a matrix of the same singular vectors, with singular values near 1.
+def orthogonalize_(matrices: Tensor, steps: Sequence[Coefficients], eps: float, scale: Tensor | float = 1.0) -> None:
+    """Overwrite matrices (number, rows, columns) by ones of the same singular vectors, with singular values near 1.
 
-    The iteration (quintic, of the odd polynomial with `coefficients`) runs in the matrix's type, with the operations of
-    `torch.optim.Muon` in the same order.
+    The iteration (quintic, a step for each odd polynomial of `steps`) runs in the matrices' type, from norms of
+    `scale`, with the operations of `torch.optim.Muon` in the same order. The result is 0 if `scale` is.
     """
-    a, b, c = coefficients
-    is_tall = matrix.size(0) > matrix.size(1)
-    x = matrix.T if is_tall else matrix
-    x = x / x.norm().clamp(min=eps)
-    for _ in range(num_steps):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if is_tall else x
+    is_tall = matrices.size(1) > matrices.size(2)
+    out = matrices.mT if is_tall else matrices
+    norms = torch.linalg.vector_norm(out, dim=(1, 2), keepdim=True).clamp(min=eps)
+    x = out / (norms / scale)
+    for a, b, c in steps:
+        gram = torch.bmm(x, x.mT)
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    out.copy_(x)
 
 
 def adjustment(name: Adjustment | None, shape: tuple[int, int]) -> float:

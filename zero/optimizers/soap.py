@@ -1,10 +1,12 @@
 """SOAP: Adam in the eigenbasis of Shampoo's preconditioners (Vyas et al., 2024)."""
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from zero.optimizers.matrix_method import View
 from zero.optimizers.matrix_optimizer import MatrixOptimizer
 from zero.partition.config import DTYPES
 
@@ -39,10 +41,13 @@ class Soap(MatrixOptimizer):
         """Count a step."""
         group["num_rounds"] = group.get("num_rounds", 0) + 1
 
-    def direction(self, param: nn.Parameter, grad: Tensor, group: dict[str, Any]) -> Tensor:
-        """Return the gradient, or zeros in a step that is skipped."""
-        is_kept = self.is_kept(grad)
-        return grad if is_kept is None else grad.masked_fill_(is_kept == 0, 0.0)
+    def accumulate(self, param: nn.Parameter, grad: Tensor, group: dict[str, Any]) -> None:
+        """Let the gradient be zeros in a step that is skipped; a stretch has no states."""
+        self.clear_if_skipped(grad)
+
+    def direction(self, param: nn.Parameter, grad: Tensor, group: dict[str, Any], view: View, out: Tensor) -> None:
+        """Write the gradient."""
+        out.copy_(view(grad))
 
     def matrix_state(self, shape: tuple[int, int], device: torch.device) -> dict[str, Tensor]:
         """Return the states of a matrix before its first update."""
@@ -63,8 +68,12 @@ class Soap(MatrixOptimizer):
         rows, columns = shape
         return 2 * (rows * columns + rows * rows + columns * columns)
 
-    def transform(self, matrix: Tensor, group: dict[str, Any], state: dict[str, Tensor]) -> Tensor:
-        """Update the states of a matrix by its gradient, and return its update."""
+    def transform(self, matrices: Tensor, group: dict[str, Any], states: Sequence[dict[str, Tensor]]) -> None:
+        """Update the states of matrices by their gradients, and overwrite these by the updates."""
+        for matrix, state in zip(matrices, states, strict=True):
+            matrix.copy_(self._update(matrix, group, state))
+
+    def _update(self, matrix: Tensor, group: dict[str, Any], state: dict[str, Tensor]) -> Tensor:
         (beta1, beta2), is_kept = group["betas"], self.is_kept(matrix)
         kept = matrix.new_ones(()) if is_kept is None else is_kept
         for side, product in (("left", matrix @ matrix.T), ("right", matrix.T @ matrix)):
@@ -79,7 +88,7 @@ class Soap(MatrixOptimizer):
         state["exp_avg_sq"].lerp_((left.T @ matrix @ right).square(), kept * (1 - beta2))
         first = left.T @ state["exp_avg"] @ right / (1 - beta1**num_steps)
         update = first / ((state["exp_avg_sq"] / (1 - beta2**num_steps)).sqrt() + group["eps"])
-        return left @ update @ right.T
+        return left @ update @ right.T * kept
 
     @staticmethod
     def flops(shape: tuple[int, int]) -> int:

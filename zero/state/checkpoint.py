@@ -44,7 +44,7 @@ class Saver:
     stays allocated, and training may go on while another thread writes the files.
     """
 
-    def __init__(self, model: ZeroDataParallel, optimizer: ZeroOptimizer, *, is_async: bool = True):
+    def __init__(self, model: ZeroDataParallel, optimizer: ZeroOptimizer | None = None, *, is_async: bool = True):
         self._state, publication = RankState(model, optimizer), Publication(_replace, REMEDY)
         self._writer = CheckpointWriter(self._state.mesh, self._state.device, publication, is_async=is_async)
 
@@ -74,9 +74,14 @@ class Saver:
 
 
 def save(
-    folder: str | Path, model: ZeroDataParallel, optimizer: ZeroOptimizer, extra: Mapping[str, Any] | None = None
+    folder: str | Path,
+    model: ZeroDataParallel,
+    optimizer: ZeroOptimizer | None = None,
+    extra: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Save a model and its optimizer, and return the folder when it is complete. All ranks call it.
+    """Save a model and its optimizer, or the weights alone, and return the folder when it is complete.
+
+    All ranks call it.
 
     A crash at any moment leaves the checkpoint that the folder held before, or the new one. `extra` and the errors are
     those of `Saver.start`. Raises SaveError on all ranks if a rank cannot write.
@@ -88,25 +93,26 @@ def save(
     return saved
 
 
-def load(folder: str | Path, model: ZeroDataParallel, optimizer: ZeroOptimizer) -> dict[str, Any]:
+def load(folder: str | Path, model: ZeroDataParallel, optimizer: ZeroOptimizer | None = None) -> dict[str, Any]:
     """Load what `save` or a `Saver` has written, and return its `extra`. All ranks call it.
 
     The stage, the number of ranks, the tensor size, the buckets and the dtypes may be others. The settings of the
-    optimizer's groups, such as the learning rate, are loaded too. Raises ConfigError if the folder does not hold a
+    optimizer's groups, such as the learning rate, are loaded too. Without `optimizer`, weights and buffers are loaded,
+    and nothing else changes. Raises ConfigError if the folder does not hold a
     complete checkpoint of this model, or if it is damaged; all its files are read and checked first.
     """
     checkpoint = _find(Path(folder).absolute())
     layout = read_layout(checkpoint, SCHEMA)
     state = RankState(model, optimizer)
     state.check_fits(checkpoint, layout, "build the model that was saved")
-    groups = optimizer.inner.param_groups
-    if len(groups) != len(layout["settings"]):
+    groups = optimizer.inner.param_groups if optimizer else []
+    if optimizer and len(groups) != len(layout["settings"]):
         raise ConfigError(
             f"checkpoint {checkpoint} has {len(layout['settings'])} groups of parameters, the optimizer has "
             f"{len(groups)}; give it the groups that were saved"
         )
     state.load(checkpoint, layout, f"save {layout['save']}")
-    for group, settings in zip(groups, layout["settings"], strict=True):
+    for group, settings in zip(groups, layout["settings"], strict=bool(optimizer)):
         _load_settings(group, settings)
     return layout["extra"]
 
@@ -150,8 +156,10 @@ def _replace(partial: Path, final: Path) -> None:
     shutil.rmtree(_name_before(final), ignore_errors=True)
 
 
-def _settings(optimizer: ZeroOptimizer) -> list[dict[str, Any]]:
+def _settings(optimizer: ZeroOptimizer | None) -> list[dict[str, Any]]:
     """Return the numbers, and the tuples of numbers, among the settings of each group of the optimizer."""
+    if optimizer is None:
+        return []
     found = []
     for group in optimizer.inner.param_groups:
         names = [name for name in optimizer.inner.defaults if name in group and name not in IMPLEMENTATION]

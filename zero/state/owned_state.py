@@ -25,15 +25,20 @@ from zero.state.saved_state import MASTER, SavedFile, SavedState, TensorRank, el
 from zero.step.pieces import Piece
 
 
-def owned_state(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> dict[str, Tensor]:
-    """Return this rank's shards of the master weights and its optimizer state, by name.
+def owned_state(model: ZeroDataParallel, optimizer: ZeroOptimizer | None) -> dict[str, Tensor]:
+    """Return this rank's shards of the master weights and its optimizer state, if there is one, by name.
 
     Ranks that differ only along the replica axis own the same state. The tensors are not copies: save them before the
     next step.
     """
-    optimizer.take_changes()
+    if optimizer is None:
+        model.wait_for_updates()
+    else:
+        optimizer.take_changes()
     numbers = {bucket: number for number, flat in enumerate(model.flats) for bucket in flat.buckets}
     state = {f"{number}.{MASTER}.{bucket.shard.start}": bucket.master for bucket, number in numbers.items()}
+    if optimizer is None:
+        return state
     for bucket in optimizer.buckets:
         for piece in optimizer.pieces_of(bucket):
             for kind, value in optimizer.inner.state.get(piece.param, {}).items():
@@ -42,41 +47,46 @@ def owned_state(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> dict[str, 
     return state | optimizer.matrices.states()
 
 
-def common_state(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> dict[str, Tensor]:
+def common_state(model: ZeroDataParallel, optimizer: ZeroOptimizer | None) -> dict[str, Tensor]:
     """Return the state that is not sharded: the module's buffers, the loss scale and the number of skipped steps."""
     buffers = model.module.named_buffers()
     # As complex parameters are stored: by pairs of real elements.
     state = {f"buffer.{name}": torch.view_as_real(b) if b.is_complex() else b for name, b in buffers}
+    if optimizer is None:
+        return state
     if optimizer.loss_scale.is_dynamic:
         state |= {f"loss_scale.{name}": tensor for name, tensor in optimizer.loss_scale.state().items()}
     return state | {"num_skipped": optimizer.num_skipped}
 
 
 @torch.no_grad()
-def load_owned_state(model: ZeroDataParallel, optimizer: ZeroOptimizer, saved: SavedState, tensor: TensorRank) -> None:
+def load_owned_state(
+    model: ZeroDataParallel, optimizer: ZeroOptimizer | None, saved: SavedState, tensor: TensorRank
+) -> None:
     """Load this rank's shards from a state that any layout has saved, and all-gather parameters that persist.
 
     All ranks call it. `tensor` is this rank's position along the tensor axis. The model must have the names and full
     shapes of the saved parameters.
     """
     model.wait_for_updates()
-    trainable = set(optimizer.buckets)
+    trainable = set(optimizer.buckets) if optimizer else ()
     for flat in model.flats:
         # Before the shards change: a transient full buffer that stayed unsharded would keep the old values.
         flat.reshard()
         flat.take_replaced()  # so that the parameters read what is loaded
         for bucket in flat.buckets:
-            if bucket in trainable:
+            if optimizer is not None and bucket in trainable:
                 _load_optimizer_state(optimizer, flat, bucket, saved, tensor)
             _load_weights(flat, bucket, saved, tensor)
             bucket.params.owned.copy_(bucket.master)  # returns early if both are the same memory
         flat.publish_loaded()
     model.measure_weights()
-    saved.load_by_name(optimizer.matrices.states())
+    if optimizer is not None:
+        saved.load_by_name(optimizer.matrices.states())
 
 
 @torch.no_grad()
-def load_common_state(model: ZeroDataParallel, optimizer: ZeroOptimizer, file: SavedFile) -> None:
+def load_common_state(model: ZeroDataParallel, optimizer: ZeroOptimizer | None, file: SavedFile) -> None:
     """Read the state that is not sharded from the file of one saved rank.
 
     A tensor that the file does not contain keeps its value. The loss scale is loaded only if it was dynamic when it was

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from parallel.errors import ConfigError, check_type
-from parallel.mesh import Mesh
+from parallel.mesh import Axis, Mesh
 from parallel.tensor.split_parameters import split_dims
 from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
@@ -28,27 +28,32 @@ from zero.state.owned_state import (
 )
 from zero.state.saved_state import SavedFile, SavedState, TensorRank, saved_parameters
 
+NO_OPTIMIZER = ""  # in the place of an optimizer's class
+
 
 @dataclass(frozen=True)
 class RankState:
-    """A model and its optimizer as they are saved and loaded.
+    """A model and its optimizer as they are saved and loaded; without it, the weights and buffers alone.
 
     `others` are further tensors, of any name, that every rank saves and loads in place.
     """
 
     model: ZeroDataParallel
-    optimizer: ZeroOptimizer
+    optimizer: ZeroOptimizer | None
     others: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_type("`model` of a checkpoint", self.model, ZeroDataParallel, "give what wrapping the module returned")
-        remedy = "for the weights alone call `export` or `full_state_dict`"
-        check_type("`optimizer` of a checkpoint", self.optimizer, ZeroOptimizer, remedy)
+        if self.optimizer is not None:
+            check_type("`optimizer` of a checkpoint", self.optimizer, ZeroOptimizer, "give None for the weights alone")
+        elif split_dims(self.model.module):
+            raise ConfigError("a model that is split along a tensor axis needs its optimizer, which knows that axis")
 
     @property
     def mesh(self) -> Mesh:
         """The ranks that save together."""
-        return Mesh(self.model.data, self.optimizer.tensor, self.model.data.log)
+        tensor = self.optimizer.tensor if self.optimizer else Axis.trivial("tensor")
+        return Mesh(self.model.data, tensor, self.model.data.log)
 
     @property
     def device(self) -> torch.device:
@@ -74,8 +79,8 @@ class RankState:
         return {
             "format": FORMAT,
             **content,
-            "optimizer": type(self.optimizer.inner).__name__,
-            "optimizer_counters": group_counters(self.optimizer),
+            "optimizer": type(self.optimizer.inner).__name__ if self.optimizer else NO_OPTIMIZER,
+            "optimizer_counters": group_counters(self.optimizer) if self.optimizer else [],
             "state": describe_state(self.model, self.mesh.data.size, self.mesh.tensor.size),
         }
 
@@ -92,7 +97,9 @@ class RankState:
                     f"checkpoint {checkpoint} is of another model: {name} is {there.get(name, 'missing')} there and "
                     f"{here.get(name, 'missing')} in this run; {remedy}"
                 )
-        if not are_alike(layout["optimizer"], present["optimizer"]):
+        if self.optimizer is not None and layout["optimizer"] == NO_OPTIMIZER:
+            raise ConfigError(f"checkpoint {checkpoint} has weights alone; load it without an optimizer")
+        if self.optimizer is not None and not are_alike(layout["optimizer"], present["optimizer"]):
             raise ConfigError(
                 f"checkpoint {checkpoint} was saved with the optimizer {layout['optimizer']}, this run has "
                 f"{present['optimizer']}; resume it with the program that wrote it"
@@ -115,7 +122,8 @@ class RankState:
         mesh = self.mesh
         tensor = TensorRank(mesh.tensor.rank, mesh.tensor.size, split_dims(self.model.module))
         load_owned_state(self.model, self.optimizer, saved, tensor)
-        load_counters(self.optimizer, saved, layout["optimizer"], layout["optimizer_counters"])
+        if self.optimizer is not None:
+            load_counters(self.optimizer, saved, layout["optimizer"], layout["optimizer_counters"])
         self._load_own(saved)
 
     def number_of_own(self, saved: SavedState) -> int:
@@ -135,7 +143,7 @@ class RankState:
         file = saved.file(self.number_of_own(saved))
         load_common_state(self.model, self.optimizer, file)
         file.load_present(self.others)
-        if self.mesh.data.rank < saved.data_size:
+        if self.optimizer is not None and self.mesh.data.rank < saved.data_size:
             _set_random_state(file, "random.cpu", torch.set_rng_state)
             if self.device.type == "cuda" and "random.cuda" in file.entries:
                 _set_random_state(file, "random.cuda", torch.cuda.set_rng_state)

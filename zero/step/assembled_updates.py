@@ -3,7 +3,7 @@
 The optimizer brings them: zero/optimizers/matrix_updates.py has those of matrices.
 """
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,6 +13,8 @@ from zero.buckets.bucket import Bucket
 from zero.memory.placement import Offload
 from zero.step.atoms import atom_of
 from zero.step.pieces import OwnedPieces, Piece
+
+Axes = tuple[Axis, Axis, Axis]  # (shard, replica, tensor)
 
 
 class AssembledUpdates:
@@ -39,8 +41,12 @@ class AssembledUpdates:
     def compute(self) -> None:
         """Compute what this rank has put together, and return the results."""
 
+    def returned(self) -> Iterator[bool]:
+        """Iterate over the waits for results, after each of which all buckets are updated; True with the last one."""
+        return iter(())
+
     def apply(self, bucket: Bucket) -> None:
-        """Update the owned pieces of a bucket."""
+        """Update the owned pieces of a bucket by the results that have returned."""
 
     def end(self) -> None:
         """End an update."""
@@ -60,8 +66,13 @@ class AssembledUpdates:
 
 
 def assembled_updates(
-    inner: Any, module: nn.Module, pieces: OwnedPieces, axes: tuple[Axis, Axis], offload: Offload
+    inner: Any, module: nn.Module, pieces: OwnedPieces, axes: Axes, offload: Offload, *, one_by_one: bool
 ) -> AssembledUpdates:
-    """Return the updates of what the torch optimizer `inner` declares that it needs whole; `axes`: (shard, tensor)."""
+    """Return the updates of what the torch optimizer `inner` declares that it needs whole.
+
+    `one_by_one`: compute nothing in batches, whose bits may depend on their size, and so on the number of ranks.
+    """
     groups = {number for number in pieces.group_of.values() if atom_of(inner, inner.param_groups[number]).is_assembled}
-    return inner.assembled_updates(groups, module, pieces, axes, offload) if groups else AssembledUpdates(pieces)
+    if not groups:
+        return AssembledUpdates(pieces)
+    return inner.assembled_updates(groups, module, pieces, axes, offload, one_by_one=one_by_one)

@@ -12,8 +12,8 @@ declaration is tested before the optimizer is used (`zero/step/probe.py`).
 
 [Note: an optimizer whose atom is a row, or another part of a parameter]
 Shards cannot begin at rows: they have the length of their parameter, and `alignment` is one number for all. So a row is
-put together, as a matrix is: derive the optimizer from `MatrixOptimizer`. `direction` returns the values that are sent,
-and `transform` gets the whole parameter on one rank, computes each row by itself, and has states of the whole parameter
+put together, as a matrix is: derive the optimizer from `MatrixOptimizer`. `direction` writes the values that are sent,
+and `transform` gets equal parameters whole on one rank, computes each row by itself, and has states of whole parameters
 (`matrix_state`). The atom stays MATRIX, so the probe, the messages, the update and the checkpoints follow.
 
 To send only the rows that shards cut would need more: an atom of its own that `matrices_of` and `assign`

@@ -27,7 +27,9 @@ from zero import (
     ZeroOptimizer,
     export,
     full_state_dict,
+    load,
     load_distributed,
+    save,
 )
 
 GLOBAL_BATCH = 8
@@ -199,6 +201,28 @@ def test_the_tensor_size_may_be_another(tmp_path: Path):
     for num_ranks, tensor_size, stage in ((2, 1, 1), (2, 2, 3)):
         for losses in run_ranks(num_ranks, gpt_losses, tmp_path, tensor_size, stage, saves=False):
             assert losses == pytest.approx(expected, rel=1e-10)
+
+
+def weights_alone(folder: Path) -> None:
+    """Save with and without the optimizer, and load weights alone from both: the optimizer there stays as it is."""
+    model, optimizer, place = run(ZeroConfig(3))
+    list(steps(model, optimizer, range(3), *place))
+    save(folder / "weights", model)
+    save(folder / "all", model, optimizer, {"step": 3})
+    expected = full_state_dict(model)
+    for name, extra in (("weights", {}), ("all", {"step": 3})):
+        other, own, _ = run(ZeroConfig(1))
+        own.param_groups[0]["lr"] = 7.0
+        assert load(folder / name, other) == extra
+        assert all(value.equal(expected[name]) for name, value in full_state_dict(other).items())
+        assert own.param_groups[0]["lr"] == 7.0
+        assert not any(own.state.values())
+    with pytest.raises(ConfigError, match="has weights alone; load it without an optimizer"):
+        load(folder / "weights", other, own)
+
+
+def test_weights_alone_are_saved_and_loaded(tmp_path: Path):
+    run_ranks(2, weights_alone, tmp_path)
 
 
 def refusals(folder: Path) -> None:

@@ -5,6 +5,7 @@ import gzip
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -111,7 +112,7 @@ def test_wrong_documents_are_listed_in_a_file_if_errors_are_skipped(tmp_path, ca
     output = tmp_path / "corpus"
     arguments = ("--source", tmp_path / "a.jsonl", "--output", output, "--workers", "1")
     assert "a.jsonl:2 is not JSON" in _error_of(capsys, *arguments, "--tokenizer", tokenizer_file)
-    for tokenizer in (["--tokenizer", tokenizer_file], ["--train_vocab_size", "258"], ["--characters"]):
+    for tokenizer in (["--tokenizer", tokenizer_file], ["--train_vocab_size", "258"]):
         main([*map(str, arguments), *tokenizer, "--on_error", "skip", "--overwrite"])
         assert _documents(output) == TEXTS[:2]
         rejected = [json.loads(line) for line in Path(f"{output}.rejected.jsonl").read_text().splitlines()]
@@ -124,31 +125,40 @@ def test_wrong_documents_are_listed_in_a_file_if_errors_are_skipped(tmp_path, ca
     assert not Path(f"{output}.rejected.jsonl").exists(), "it is that of another corpus"
 
 
-@pytest.mark.parametrize("batches_between_saves", [1, 2, 100], ids=["each batch", "each second", "at the error"])
+@pytest.mark.parametrize("is_killed", [False, True])
 def test_a_preparation_that_was_ended_goes_on_where_its_progress_was_saved(
-    tmp_path, monkeypatch, capsys, tokenizer_file, batches_between_saves
+    tmp_path, monkeypatch, capsys, tokenizer_file, is_killed
 ):
     monkeypatch.setattr("data.encode.BATCH_BYTES", 300)
-    monkeypatch.setattr("data.prepare.BATCHES_BETWEEN_SAVES", batches_between_saves)
+    monkeypatch.setattr("data.prepare.BATCHES_BETWEEN_SAVES", 2 if is_killed else 100)
     rows = [*TEXTS[:5], None, *TEXTS[5:30]]
     (tmp_path / "a.jsonl").write_text(_json_lines(rows) + "broken\n" + _json_lines(TEXTS[30:]))
     outputs = [tmp_path / name / "corpus" for name in ("whole", "ended")]
     arguments = [["--source", str(tmp_path / "a.jsonl"), "--output", str(output)] for output in outputs]
     arguments = [[*own, "--tokenizer", tokenizer_file, "--workers", "1"] for own in arguments]
     main([*arguments[0], "--on_error", "skip"])
-    _error_of(capsys, *arguments[1])
-    assert not Path(f"{outputs[1]}.idx").exists()
     num_read = []
+    unfinished = outputs[1].with_name(".corpus.unfinished")
 
     def encode(encoder, documents, num_workers):
-        batches = encode_in_order(encoder, documents, num_workers)
-        for encoded in batches:
+        for number, encoded in enumerate(encode_in_order(encoder, documents, num_workers), 1):
             num_read.append(encoded.num_read)
+            if is_killed and number == 4:
+                shutil.copytree(unfinished, tmp_path / "killed")  # two batches are saved, and a third is not
             yield encoded
 
     monkeypatch.setattr("data.prepare.encode_in_order", encode)
+    _error_of(capsys, *arguments[1])
+    assert not Path(f"{outputs[1]}.idx").exists()
+    if is_killed:
+        shutil.rmtree(unfinished)
+        (tmp_path / "killed").rename(unfinished)
+        num_saved = sum(num_read[:2])
+    else:
+        num_saved = sum(num_read)
+    num_read.clear()
     main([*arguments[1], "--on_error", "skip"])
-    assert 0 < sum(num_read) < len(TEXTS) + 2 - 20
+    assert 0 < num_saved == len(TEXTS) + 2 - sum(num_read)
     assert f"goes on after {len(TEXTS) + 2 - sum(num_read)} documents" in capsys.readouterr().err
     for suffix in (*SUFFIXES, ".rejected.jsonl"):
         assert Path(f"{outputs[0]}{suffix}").read_bytes() == Path(f"{outputs[1]}{suffix}").read_bytes()

@@ -118,6 +118,15 @@ def test_calls_of_torchs_optimizers_that_cannot_work_are_refused_in_one_line(nam
     optimizer.step()
 
 
+def test_an_optimizer_is_made_like_a_plain_one():
+    model = wrapped()
+    groups = [{"params": [model.module[0].weight], "lr": 0.5}, {"params": [model.module[1].weight]}]
+    plain = torch.optim.AdamW(groups, lr=0.1, betas=(0.5, 0.9), fused=True)
+    optimizer = ZeroOptimizer.like(model, plain, clip_norm=1.0)
+    assert optimizer.param_groups == plain.param_groups
+    assert (type(optimizer.inner), optimizer.inner.defaults) == (torch.optim.AdamW, plain.defaults)
+
+
 def test_an_optimizer_that_evaluates_its_closure_again_is_refused_by_name():
     with pytest.raises(ConfigError, match=r"LBFGS.*closure"):
         ZeroOptimizer(wrapped(), torch.optim.LBFGS)

@@ -23,7 +23,7 @@ from zero.activations.checkpointed_blocks import ActivationsConfig, checkpointed
 from zero.engine import ZeroDataParallel
 from zero.memory.placement import NO_OFFLOAD, OffloadConfig, Placement
 from zero.optimizer import ZeroOptimizer
-from zero.optimizers.muon import Muon
+from zero.optimizers.muon import POLAR_EXPRESS, SAFETY, Muon
 from zero.partition.config import ZeroConfig
 from zero.partition.layout import ALIGNMENT
 from zero.state import resident
@@ -55,6 +55,7 @@ class Case:
     model: ModelConfig = CONFIG
     alignment: int = ALIGNMENT
     store: str = "none"
+    iteration: str = "newton_schulz"
 
     @property
     def num_ranks(self) -> int:
@@ -126,7 +127,7 @@ def whole_params(model: ZeroDataParallel, tensor: Axis) -> dict[str, Tensor]:
 
 def train(case: Case) -> dict[str, Tensor]:
     with MemoryTracker(CPU) if case.offload.mode == "auto" else nullcontext():  # Gemini measures memory
-        model, optimizer = start(case, ns_dtype="fp64")
+        model, optimizer = start(case, ns_dtype="fp64", iteration=case.iteration)
         train_steps(model, optimizer, case.num_micro_batches, range(NUM_STEPS))
         if case.offload.mode == "auto":
             placements = {bucket.optimizer_placement for bucket in model.buckets}
@@ -134,11 +135,11 @@ def train(case: Case) -> dict[str, Tensor]:
         return whole_params(model, optimizer.tensor)
 
 
-def orthogonalized(matrix: Tensor) -> Tensor:
-    """Return the iteration of the Muon paper in fp64."""
-    a, b, c = COEFFICIENTS
-    x = matrix / matrix.norm().clamp(min=EPS)
-    for _ in range(5):
+def orthogonalized(matrix: Tensor, iteration: str) -> Tensor:
+    """Return the iteration of the Muon paper, or of the first steps of Polar Express, in fp64."""
+    is_polar = iteration == "polar_express"
+    x = matrix / matrix.norm().clamp(min=EPS) / (SAFETY if is_polar else 1)
+    for a, b, c in POLAR_EXPRESS[:5] if is_polar else [COEFFICIENTS] * 5:
         x = a * x + (b * (x @ x.T) + c * (x @ x.T) @ (x @ x.T)) @ x
     return x
 
@@ -153,23 +154,23 @@ def matrices_in(name: str, param: Tensor) -> list[Tensor]:
     return [param]
 
 
-def update_matrix(name: str, param: Tensor, grad: Tensor, momentum: Tensor) -> None:
+def update_matrix(name: str, param: Tensor, grad: Tensor, momentum: Tensor, iteration: str) -> None:
     momentum.mul_(MOMENTUM).add_(grad, alpha=1 - MOMENTUM)
     direction = (1 - MOMENTUM) * grad + MOMENTUM * momentum
     param.mul_(1 - LR * DECAY)
     for own, values in zip(matrices_in(name, param), matrices_in(name, direction), strict=True):
         matrix = values.reshape(-1, values.shape[-1])
         rate = LR * 0.2 * max(matrix.shape) ** 0.5
-        own.sub_(rate * orthogonalized(matrix).view(own.shape))
+        own.sub_(rate * orthogonalized(matrix, iteration).view(own.shape))
 
 
 @cache
-def train_whole(config: ModelConfig = CONFIG) -> dict[str, Tensor]:
+def train_whole(config: ModelConfig = CONFIG, iteration: str = "newton_schulz") -> dict[str, Tensor]:
     """Train in one process without ZeRO: Muon as the paper has it, and torch's AdamW."""
     momenta: dict[str, Tensor] = {}
 
     def update(name: str, param: Tensor, grad: Tensor) -> None:
-        update_matrix(name, param, grad, momenta.setdefault(name, torch.zeros_like(param)))
+        update_matrix(name, param, grad, momenta.setdefault(name, torch.zeros_like(param)), iteration)
 
     return train_plain(update, NUM_STEPS, config)
 
@@ -194,8 +195,8 @@ def train_plain(
     return {name: param.detach() for name, param in gpt.named_parameters()}
 
 
-def assert_equals_whole(found: list[dict[str, Tensor]], config: ModelConfig = CONFIG) -> None:
-    expected = train_whole(config)
+def assert_equals_whole(found: list[dict[str, Tensor]], case: Case) -> None:
+    expected = train_whole(case.model, case.iteration)
     for params in found:
         torch.testing.assert_close(params, expected, rtol=0, atol=TOLERANCE)
 
@@ -220,13 +221,14 @@ def check_cases(cases: list[Case]) -> None:
     for num_ranks in {case.num_ranks for case in cases}:
         chosen = [[case] for case in cases if case.num_ranks == num_ranks]
         for (case,), found in zip(chosen, run_cases(num_ranks, train, chosen), strict=True):
-            assert_equals_whole(found, case.model)
+            assert_equals_whole(found, case)
 
 
 def test_muon_equals_one_process():
     few = FACTORS | {"ranks": [(3, 1), (1, 2)], "bucket_numel": [900, 5000]}
     cases = [case_of(**combination) for combination in pairwise(**few)]
     mixed = Case(3, 2, 2, 2, 300), Case(1, 2, overlap_gather=True)
+    mixed += (Case(2, 3, iteration="polar_express"),)
     check_cases([*cases, *mixed, Case(2, 2, 1, 2, offload=AUTO), Case(3, 2, 1, 2, offload=AUTO)])
 
 

@@ -1,13 +1,16 @@
 """Differences from rank to rank: how many batches there are, and which parameters a rank uses."""
 
 import itertools
+import warnings
 from collections.abc import Iterator
 
+import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.scenarios import DEFAULT, GROUPS, WIDTH, Blocks, Configuration, Run, mean_square, scenario
-from zero import uneven
+from parallel.errors import ConfigError
+from tests.scenarios import DEFAULT, GROUPS, HOST, WIDTH, Blocks, Configuration, Run, mean_square, scenario
+from zero import Muon, ZeroDataParallel, ZeroOptimizer, uneven
 
 
 def batches_of(run: Run, rank: int) -> list[Tensor]:
@@ -68,6 +71,56 @@ def test_ranks_use_experts_of_their_own_if_a_unit_contains_them_all(run: Run) ->
     settings = {"units": ("blocks.*",)} if run.shards_parameters else {}
     model = run.wrap(Mixture(), **settings)
     run.train(model, run.optimizer(model), steps=range(4))
+
+
+class Chosen(Experts):
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        return x + self.experts[number](x)
+
+
+class ChosenMixture(Blocks):
+    def __init__(self) -> None:
+        super().__init__(Chosen(), Chosen())
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        x = self.embed(x)
+        return self.head(self.blocks[1](self.blocks[0](x, number), 2 - number))
+
+
+@scenario(DEFAULT + HOST + GROUPS)
+def test_experts_that_no_rank_used_are_not_updated(run: Run) -> None:
+    settings = {"units": ("blocks.*",)} if run.shards_parameters else {}
+    for kind, of_kind in ((torch.optim.AdamW, {}), (torch.optim.SGD, {"momentum": 0.9})):
+        model = run.wrap(ChosenMixture(), **settings)
+        rest = [param for name, param in model.module.named_parameters() if not name.startswith("blocks.1.")]
+        groups = [{"params": rest}], [{"params": list(model.module.blocks[1].parameters())}]
+        optimizers = [
+            run.optimizer(model, kind, list(part), skip_unused=True, lr=0.1, weight_decay=0.5, **of_kind)
+            for part in groups
+        ]
+        for step in range(4):
+            ranks = range(run.num_ranks) if run.is_plain else [run.data.rank]
+            for rank, part in zip(ranks, run.parts(step), strict=True):
+                number = (step + rank % 2) % 3  # of two experts, the third is not used
+                ((model(part, number) - 0.5).square().mean() / len(ranks)).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def test_a_parameter_without_a_gradient_warns_once_unless_it_is_skipped():
+    for skips in (False, True):
+        model = ZeroDataParallel(Mixture())
+        optimizer = ZeroOptimizer(model, torch.optim.AdamW, skip_unused=skips)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                model.module.head(torch.ones(1, WIDTH)).sum().backward()
+                optimizer.step()
+        assert [warning.filename for warning in caught] == [__file__] * (not skips)
+        assert skips or "14 of 16 parameters, such as embed.weight" in str(caught[0].message)
+    with pytest.raises(ConfigError, match=r"skip_unused=True .* matrices"):
+        ZeroOptimizer(model, Muon, [model.module.head.weight], skip_unused=True)
 
 
 @scenario([Configuration(2)])

@@ -61,6 +61,48 @@ def test_the_learning_rate_of_matrices_has_a_factor():
     assert all(a.equal(b) for a, b in zip(*pair, strict=True))
 
 
+def test_polar_express_has_the_authors_arithmetic_and_ends_near_one():
+    """Singular values from 1e-2 to 1 of the largest; algorithm 1 of Amsel et al., 2025."""
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.linalg.qr(torch.randn(n, 6, generator=generator, dtype=torch.float64)).Q for n in (6, 9))
+    grad = left * torch.logspace(-2, 0, 6, dtype=torch.float64) @ right.T
+    x = grad / (grad.norm() * 1.01)
+    for a, b, c in [
+        (8.28721201814563, -23.595886519098837, 17.300387312530933),
+        (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+        (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+        (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+        (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+    ]:
+        y = x / 1.01
+        gram = y @ y.T
+        x = a * y + (b * gram + c * gram @ gram) @ y
+    param = nn.Parameter(torch.zeros(6, 9, dtype=torch.float64))
+    settings = {"momentum": 0.0, "nesterov": False, "weight_decay": 0.0, "ns_dtype": "fp64", "adjust_lr_fn": "original"}
+    param.grad = grad
+    Muon([param], lr=1.0, iteration="polar_express", **settings).step()
+    torch.testing.assert_close(-param.detach(), x, rtol=0, atol=1e-13)
+    assert (torch.linalg.svdvals(x) - 1).abs().max() < 0.14  # Newton-Schulz: 0.32
+
+
+class Batches(Muon):
+    """Muon that notes the number of matrices in each batch."""
+
+    def transform(self, matrices, group, states):
+        self.sizes = [*getattr(self, "sizes", []), len(matrices)]
+        super().transform(matrices, group, states)
+
+
+@pytest.mark.parametrize(("summed", "sizes"), [("message", [3]), ("leaves", [1, 1, 1])])
+def test_equal_matrices_are_one_batch_unless_bits_may_not_depend_on_ranks(summed, sizes):
+    module = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3)))
+    model = ZeroDataParallel(module, Axis.trivial("data"), ZeroConfig(1, sum_over_ranks=summed))
+    optimizer = ZeroOptimizer(model, Batches, lr=0.1)
+    model(torch.ones(3, 8)).sum().backward()
+    optimizer.step()
+    assert optimizer.inner.sizes == sizes
+
+
 class Layers(nn.Module):
     """Two linear layers, of whose weights `packed` are several matrices."""
 
