@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend
 from torch.optim.optimizer import Optimizer, _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 __all__ = [
     "FakeStore",
@@ -49,7 +49,10 @@ __all__ = [
     "step_hooks_run_once",
     "storage_id",
     "take_default_timeout",
+    "tree_flatten",
+    "tree_leaves",
     "tree_map",
+    "tree_unflatten",
 ]
 
 NAMESPACES = {"aten", "torch_attn"}  # of kernels; the second one is that of attention with variable lengths

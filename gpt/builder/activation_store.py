@@ -11,7 +11,7 @@ from gpt.settings.settings import Settings
 from parallel.host_memory import physical_bytes
 from parallel.mesh import Axis, Mesh
 from zero.activations.checkpointed_blocks import ActivationsConfig
-from zero.activations.choice import Workload, choose_store
+from zero.activations.choice import USABLE_FRACTION, Workload, choose_store
 from zero.formulas import memory, traffic
 from zero.partition.config import ZeroConfig
 
@@ -19,16 +19,20 @@ logger = logging.getLogger(__name__)
 
 
 def chosen_activations(settings: Settings, mesh: Mesh, replicas: Axis, device: torch.device) -> ActivationsConfig:
-    """Return the settings of activations with the store that `auto` stands for, and log the reason.
+    """Return the settings of activations with the store that `auto` stands for, or the budget that null stands for.
 
     `settings` have the types of gradients that null stands for. `replicas`: ranks that hold the same activations.
     """
     activations = settings.activations
-    if activations.store != "auto":
+    if activations.store not in ("auto", "planned") or activations.budget_gb:
         return activations
     hardware = activations.hardware
     memory_bytes = hardware.memory_gb * 1e9 if hardware.memory_gb else memory_per_rank(device, mesh)
-    store, reason = choose_store(workload(settings, mesh.data.size, replicas.size), memory_bytes, hardware)
+    work = workload(settings, mesh.data.size, replicas.size)
+    if activations.store == "planned":
+        left = memory_bytes * USABLE_FRACTION - work.state_bytes
+        return replace(activations, budget_gb=max(left, 1.0) / 1e9)
+    store, reason = choose_store(work, memory_bytes, hardware)
     logger.info(in_option_names(reason))
     return replace(activations, store=store)
 

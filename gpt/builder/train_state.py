@@ -36,6 +36,7 @@ from parallel.tensor.split_parameters import split_dims
 from parallel.tensor.token_layout import ReplicatedTokens, SplitTokens, TokenLayout
 from parallel.world import StartOptions, World
 from zero.activations.checkpointed_blocks import ActivationsConfig, check_replicas, checkpointed_blocks, recomputed
+from zero.activations.plans.module import PlanContext, PlannedBlocks
 from zero.buckets.leaf_blocks import check_blocks
 from zero.engine import ZeroDataParallel
 from zero.fp8.convert import convert
@@ -225,7 +226,10 @@ def build_model(
     `gradient_sum_dtype` is the type in which gradients are summed along the tensor axis; None: `dtype`. `is_compiled`:
     `compile_blocks` follows, which cannot trace apex.
     """
-    norm, norm_name = (NORMS[config.norm], "compiled") if is_compiled else choose_norm(config.norm, device)
+    is_planned = activations.store == "planned"
+    norm, norm_name = (NORMS[config.norm], "torch") if is_planned else choose_norm(config.norm, device)
+    if is_compiled:
+        norm, norm_name = NORMS[config.norm], "compiled"
     logger.info("norm: %s", norm_name)
     compiles_loss = inductor_works(device)
     logger.info("loss: %s", "compiled" if compiles_loss else "eager")
@@ -239,6 +243,10 @@ def build_model(
             gpt = GPT(config, tokens, run_blocks, norm, compiles_loss, gradient_sum_dtype)
     finally:
         torch.set_default_dtype(default_dtype)
+    if is_planned:
+        assert activations.budget_gb is not None
+        context = PlanContext(activations.hardware, device, tokens.replicas)
+        PlannedBlocks(list(gpt.blocks), activations.budget_gb, context)
     if activations.store == "selective":
         for module in gpt.modules():
             if isinstance(module, Attention):

@@ -71,11 +71,25 @@ class Settings:
                 f"train.fp8.recipe={train.fp8.recipe} do not; choose matmul=fp8 with tensorwise or blockwise, or "
                 "zero.gather_dtype=null"
             )
+        if self.activations.store == "planned":
+            self._check_planned()
         if self.model.mup_base_width is not None and not self.optimizer.name.startswith("adamw"):
             raise ConfigError(
                 f"model.mup_base_width={self.model.mup_base_width} scales learning rates for adamw and adamw8bit, and "
                 f"optimizer.name={self.optimizer.name}; choose one of these, or model.mup_base_width=null"
             )
+
+    def _check_planned(self) -> None:
+        """Raise ConfigError if a plan of activations cannot trace the blocks."""
+        refused = {
+            "train.compile=blocks": self.train.compiles_blocks,
+            "train.matmul=fp8": self.train.matmul == "fp8",
+            "data.mask_documents=true": self.data.mask_documents,
+            f"parallel.context_size={self.parallel.context_size}": self.parallel.context_size > 1,
+            f"parallel.tensor_size={self.parallel.tensor_size}": self.parallel.tensor_size > 1,
+        }
+        for what in (what for what, is_refused in refused.items() if is_refused):
+            raise ConfigError(f"activations.store=planned does not work with {what}; choose another store")
 
     def audit_share(self, world_size: int) -> float:
         """Return the time of audits, in steps: that of one micro-batch in `guard.audit_every` steps."""

@@ -116,6 +116,8 @@ def constraints(arguments: list[str], num_ranks: int, free: list[str] | None) ->
         raise ConfigError(f"--free={unknown[0]} is no setting of the layout; choose {', '.join(FIELDS)}")
     freed = set() if free is None else set(free or FIELDS)
     given = given_settings(arguments, num_ranks)
+    if (store := given.get("activations.store")) is not None and store.value == "planned":
+        raise ConfigError("activations.store=planned is not compared by the planner; choose another store, or auto")
     kept = (name for name in FIELDS if name in given and name not in freed and given[name].value != "auto")
     return {name: given[name].origin.removesuffix(": ") or "command line" for name in kept}
 

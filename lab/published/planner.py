@@ -84,6 +84,7 @@ def published_layout(row: Row) -> CandidateLayout:
     settings = settings_of_run(row)
     store = settings.activations.store
     assert store != "auto"
+    assert store != "planned"
     return CandidateLayout(row.tp, row.stage, store, row.micro_batch_size, settings.offload.mode)
 
 

@@ -31,6 +31,7 @@ FLOORS = {
     "zero/fp8":             "parallel parallel/tensor",
     "zero/formulas":        "zero/partition",
     "zero/activations":     "parallel parallel/tensor zero/memory",
+    "zero/activations/plans": "parallel zero/memory zero/activations",
     "zero/buckets":         "parallel zero/partition zero/memory zero/order zero/fp8",
     "zero/units":           "parallel zero/partition zero/memory zero/order zero/buckets",
     "zero/gemini":          "parallel zero/partition zero/memory zero/order zero/buckets zero/units",
@@ -76,7 +77,7 @@ FLOORS = {
     "tests":                "PRODUCT lab/*",
 }
 # fmt: on
-FLOORS_OF_FILES = {"zero/__init__.py": "zero/*"}  # the public interface
+FLOORS_OF_FILES = {"zero/__init__.py": "zero/*", "zero/activations/__init__.py": "zero/*"}  # the public interface
 PRODUCT = {"parallel", "data", "zero", "gpt", "pretrain_gpt"}
 
 MOST_MODULES, MOST_LINES = 16, 50  # of a folder, beside __init__.py; of a function

@@ -23,11 +23,11 @@ from parallel.errors import ConfigError
 from parallel.fields import Positive, check_fields
 from parallel.mesh import Axis, Work
 from parallel.tensor.blocks import Recomputation, RunBlock, run_in_order
-from zero.activations.choice import Hardware
+from zero.activations.choice import Hardware, Rate
 from zero.activations.stores import STORES, ActivationStore, Slot, StoreContext, StoredBytes, StoreName
 from zero.memory.streams import SideStream
 
-StoreChoice = Literal["none", "selective", StoreName, "auto"]
+StoreChoice = Literal["none", "selective", StoreName, "auto", "planned"]
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,11 @@ class ActivationsConfig:
     """none: keep all activations, on the device; selective: keep all but those inside attention, which are computed
     again. The others keep checkpoints only. keep: on the device; partition: divided over the tensor ranks (P_a);
     partition_host: divided over the tensor ranks, in host memory (P_a+cpu); auto: one of these three, by the arithmetic
-    of the paper's section 8."""
+    of the paper's section 8; planned: for each tensor that backward reads one of these, or keep it, or compute it
+    again, whatever adds the least time within budget_gb."""
+    budget_gb: Rate | None = None
+    """With store=planned: what the blocks allocate at most from forward to backward, in 1e9 bytes on each device; null:
+    what model states leave of its memory."""
     layers_per_checkpoint: Positive = 1
     """Number of blocks that share a checkpoint and are computed again together; the last group may be smaller."""
     defragment: bool = True

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 from collections import Counter
 
 import pytest
@@ -21,6 +22,7 @@ from tests.distributed.gpt.test_tensor_parallel import (
     SEQ,
     assert_equals_whole,
     assert_same_bits,
+    batch,
     build,
     config_of,
     traffic_of_a_step,
@@ -96,6 +98,25 @@ def test_dropout_is_replayed_to_the_bit():
     results = run_cases(4, train, cases)
     for plain, recomputed in zip(results[::2], results[1::2], strict=True):
         assert_same_bits(recomputed, plain)
+
+
+def tight_plan(config: ModelConfig) -> ActivationsConfig:
+    """Return settings with little more than the least budget."""
+    model = build(config, ReplicatedTokens(Axis.trivial("tensor")), ActivationsConfig("planned", budget_gb=1e-9))
+    with pytest.raises(ConfigError, match="least possible, ") as refusal:
+        model(*batch(config, 0, 0, 0))
+    (least,) = re.findall(r"least possible, ([0-9.e-]+)", str(refusal.value))
+    return ActivationsConfig("planned", budget_gb=1.02 * float(least))
+
+
+def test_plans_keep_the_bits_in_all_stages():
+    config = config_of(97, num_layers=3, dropout=0.2)
+    tight, cases = tight_plan(config), list[tuple]()
+    for stage in FACTORS["stage"]:
+        cases += [(config, 1, False, ZeroConfig(stage, 2000), 2, how) for how in (ActivationsConfig(), tight)]
+    results = run_cases(2, train, cases)
+    for plain, by_plan in zip(results[::2], results[1::2], strict=True):
+        assert_same_bits(by_plan, plain)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,134 @@
+"""Modules that run by a plan of their activations: their forward is replaced by that of `execution.py`."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parallel.errors import ConfigError
+from parallel.mesh import Axis
+from zero.activations.choice import Hardware
+from zero.activations.plans.costs import CostModel
+from zero.activations.plans.execution import PlannedForward, Program, Traces
+from zero.activations.plans.joint import JointGraph
+from zero.activations.plans.planner import BlockPlan, Plan, Planner
+from zero.activations.stores import STORES, StoreContext, StoreName
+from zero.memory.streams import SideStream
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PlanContext:
+    """The means of plans: a device and its rates, the ranks that hold the same activations, and stores.
+
+    `stores` None: all that exist. On a CPU, whose memory is the host's, partition_host does not, unless it imitates a
+    GPU.
+    """
+
+    hardware: Hardware
+    device: torch.device
+    replicas: Axis
+    stores: tuple[StoreName, ...] | None = None
+
+    @property
+    def possible_stores(self) -> tuple[StoreName, ...]:
+        """The stores between which a plan chooses."""
+        is_in_host_memory = self.device.type == "cpu" and self.replicas.imitated_backend != "nccl"
+        missing = {"partition": self.replicas.size == 1, "partition_host": is_in_host_memory}
+        return self.stores or tuple(name for name in STORES if not missing.get(name))
+
+
+class PlannedBlocks:
+    """Equal blocks that run one after another by plans for all of them within a budget.
+
+    The first argument of each is the output of the block before. The plan is made when a block is first called, for
+    each shape of its arguments; `plan` is the newest one.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[nn.Module],
+        budget_gb: float,
+        context: PlanContext,
+    ):
+        self.budget_gb, self._context, self._num_blocks = budget_gb, context, len(blocks)
+        self.plan: Plan | None = None
+        self._planners: list[tuple[Planner, list[Program]]] = []
+        self._stream = SideStream(context.device)
+        memory = StoreContext(context.replicas, context.device, self._stream, defragments=False)
+        self._stores = {name: None if name == "keep" else make(memory) for name, make in STORES.items()}
+        traces = Traces(blocks[0], self._programs)
+        for number, block in enumerate(blocks):
+            block.forward = PlannedForward(block, number, traces)
+
+    def change_budget(self, budget_gb: float) -> Plan:
+        """Plan anew, between two steps, for the shapes that are known; return the newest plan."""
+        self.budget_gb = budget_gb
+        for planner, programs in self._planners:
+            programs[:] = self._planned(planner)
+        assert self.plan is not None, "no block has been called"
+        return self.plan
+
+    def _programs(self, joint: JointGraph, num_parameters: int) -> list[Program]:
+        costs = CostModel(self._context.hardware, self._context.replicas.size)
+        planner = Planner(joint, joint.inputs[num_parameters], costs, self._context.possible_stores)
+        self._planners.append((planner, self._planned(planner)))
+        return self._planners[-1][1]
+
+    def _planned(self, planner: Planner) -> list[Program]:
+        self.plan = plan = planner.plan(self._num_blocks, round(self.budget_gb * 1e9))
+        logger.info("activations: %s", plan.describe())
+        programs = {kind: self._program(kind) for kind in (plan.first, plan.second)}
+        return [programs[plan.of_block(number)] for number in range(self._num_blocks)]
+
+    def _program(self, plan: BlockPlan) -> Program:
+        stores = [None if held.is_state else self._stores[plan.placements[held.node]] for held in plan.cut.held]
+        return Program(plan.cut, stores, self._stream)
+
+
+def planned(
+    module: nn.Module | Sequence[nn.Module],
+    sample: Tensor | tuple,
+    *,
+    budget_gb: float,
+    hardware: Hardware | None = None,
+    replicas: Axis | None = None,
+    stores: tuple[StoreName, ...] | None = None,
+) -> PlannedBlocks:
+    """Let a module, or equal ones that run one after another, keep activations by a plan; return it as `.plan`.
+
+    At most `budget_gb` x 1e9 bytes are allocated from forward to backward on the device of the sample, which stands for
+    the arguments of a call. Values and gradients keep their bits. Call this before ZeRO wraps the model. `hardware`:
+    the rates by which times are compared; `replicas`: the ranks that hold the same activations; `stores`: where tensors
+    may be kept, by default wherever it is possible. Raises ConfigError if no plan fits, with the least possible budget,
+    or if torch cannot trace the module.
+    """
+    blocks = [module] if isinstance(module, nn.Module) and not isinstance(module, nn.ModuleList) else list(module)
+    args = (sample,) if isinstance(sample, Tensor) else sample
+    device = next(arg.device for arg in args if isinstance(arg, Tensor))
+    context = PlanContext(hardware or Hardware(), device, replicas or Axis.trivial("tensor"), stores=stores)
+    codes = {_traced_code(block, args) for block in blocks} if len(blocks) > 1 else ()
+    if len(codes) > 1:
+        raise ConfigError(f"{len(blocks)} modules compute {len(codes)} different functions; plan equal ones together")
+    result = PlannedBlocks(blocks, budget_gb, context)
+    forward: Any = blocks[0].forward
+    with torch.enable_grad():
+        forward.known(args, {})
+    return result
+
+
+def _traced_code(block: nn.Module, args: tuple) -> str:
+    """Return the code of the joint graph of a module, without the names of its constants."""
+    codes = list[str]()
+
+    def keep(joint: JointGraph, _num_parameters: int) -> list[Program]:
+        codes.append(joint.root.code)
+        return []
+
+    with torch.enable_grad():
+        PlannedForward(block, 0, Traces(block, keep)).known(args, {})
+    return codes[0]
