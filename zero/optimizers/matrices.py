@@ -63,7 +63,7 @@ class Matrix:
 
     @property
     def kind(self) -> tuple[int, int, int, int, int]:
-        """What matrices that are computed as one batch have in common."""
+        """The properties that matrices computed as one batch have in common."""
         return *self.shape, self.num_parts, -1 if self.joined_dim is None else self.joined_dim, self.group
 
     @property
