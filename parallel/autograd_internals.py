@@ -11,7 +11,6 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
-from torch._functorch.aot_autograd import aot_function
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import Variable
@@ -58,6 +57,8 @@ def trace_joint_graph(function: Callable[..., Sequence[Tensor]], inputs: Sequenc
     The graph maps inputs and gradients of outputs to outputs and gradients of inputs. `torch.export` traces no
     backward, and `torch.compile` gives the graph to a compiler only. Modes that observe operations do not see this.
     """
+    from torch._functorch.aot_autograd import aot_function  # takes a second: it imports much of inductor
+
     traced: list[fx.GraphModule] = []
 
     def keep(joint: fx.GraphModule, *_: Any, **__: Any) -> None:

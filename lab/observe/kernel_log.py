@@ -41,14 +41,7 @@ FUSED_ATTENTION = {
 # {attention of variable lengths, of tensors (tokens, heads, head_dim): (positions of q and of the first tokens of the
 # stretches, products)}
 ATTENTION_OF_STRETCHES = {"_varlen_attn": (0, 3, 2), "_varlen_attn_backward": (1, 6, 5)}
-OVERWRITES = {
-    "copy_",
-    "_foreach_copy_",
-    "fill_",
-    "zero_",
-    "normal_",
-    "bernoulli_",
-}  # write their argument without reading it
+OVERWRITES = {"copy_", "fill_", "zero_", "normal_", "bernoulli_"}  # write their argument without reading it
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,7 @@ def test_a_run_that_is_killed_equals_an_undisturbed_one(corpus, tmp_path, num_st
     last = json.loads((tmp_path / "killed" / "checkpoints" / f"step-{num_steps:08d}" / "layout.json").read_text())
     assert last["data"] == {
         "train.seed": 1234,
+        "train.initial_weights": None,
         "data.split": [0.8, 0.1, 0.1],
         "data.packing": "stream",
         "data.mask_documents": False,

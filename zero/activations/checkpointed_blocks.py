@@ -40,15 +40,15 @@ class ActivationsConfig:
     partition_host: divided over the tensor ranks, in host memory (P_a+cpu); auto: one of these three, by the arithmetic
     of the paper's section 8; planned: for each tensor that backward reads one of these, or keep it, or compute it
     again, whatever adds the least time within budget_gb."""
-    budget_gb: Rate | None = None
-    """With store=planned: what the blocks allocate at most from forward to backward, in 1e9 bytes on each device; null:
-    what model states leave of its memory."""
     layers_per_checkpoint: Positive = 1
     """Number of blocks that share a checkpoint and are computed again together; the last group may be smaller."""
     defragment: bool = True
     """M_D: checkpoints are copied into memory that is allocated once; false: new memory is allocated for each."""
     hardware: Hardware = field(default_factory=Hardware)
     """The device and its links, from which auto computes its choice."""
+    budget_gb: Rate | None = None
+    """With store=planned: what the blocks allocate at most from forward to backward, in 1e9 bytes on each device; null:
+    what model states leave of its memory."""
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -138,8 +138,9 @@ def test_messages_of_matrices():
         muon.Case(1, 2, offload=on_host, num_micro_batches=3),
         muon.Case(2, 1, 2),
     ]
-    for found in run_late(2, call_with, muon.train, [[case] for case in cases]):
-        muon.assert_equals_whole(found)
+    found = run_late(2, call_with, muon.train, [[case] for case in cases])
+    for case, *of_ranks in zip(cases, *found, strict=True):
+        muon.assert_equals_whole(of_ranks, case)
 
 
 def test_exchanges_of_heads_and_gathers_of_logits_over_the_context(repeat):

@@ -85,15 +85,6 @@ def test_bits_that_no_number_of_ranks_changes_need_torchs_deterministic_kernels_
     assert settings.zero.alignment % 256 == 0, "no kernel is chosen by where a parameter begins"
 
 
-def test_full_gradients_of_parts_of_a_sequence_are_refused_if_they_must_not_depend_on_the_layout():
-    given = "--train.reproducible=layout", "--parallel.context_size=2", "--train.global_batch_size=8"
-    for options, is_refused in ((["--zero.stage=2"], False), (["--zero.stage=1"], True)):
-        settings = parse_settings([f"--config={BASE}", *given, *options, "--train.micro_batch_size=1"])
-        expected = pytest.raises(ConfigError, match=r"4 ranks that keep full gradients .* choose zero\.stage=2")
-        with imitated_world(0, 4, 4, "gloo") as world, expected if is_refused else nullcontext():
-            build_mesh(settings, world)
-
-
 def test_a_context_that_does_not_divide_the_heads_of_a_tensor_rank_is_refused():
     model = "--model.num_heads=8", "--model.num_kv_heads=4", "--model.hidden_size=32", "--model.seq_length=8"
     mesh = "--parallel.tensor_size=2", "--train.micro_batch_size=1", "--train.global_batch_size=8"

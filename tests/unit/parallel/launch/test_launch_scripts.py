@@ -159,8 +159,8 @@ def test_hostfile_starts_the_same_on_every_host_and_passes_on_the_code_of_the_on
     settings = {"HOSTS": str(hosts), "RANKS_PER_NODE": "3", "GRACE_SECONDS": "60"}
     settings |= {
         "NCCL_SOCKET_IFNAME": "ib 7",
-        "RANK": "5",
-        "PASS": "RANK",
+        "PROXY": "x",
+        "PASS": "PROXY",
         "WANDB_API_KEY": "secret",
         "MASTER_PORT": "1",
     }
