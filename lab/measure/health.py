@@ -12,8 +12,8 @@ import socket
 import statistics
 import sys
 import time
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Self
 
@@ -26,9 +26,11 @@ from lab.measure.measured_cluster import BYTES_PER_GB
 from parallel.errors import ConfigError
 from parallel.mesh import Mesh
 from parallel.store import shared_store
-from parallel.world import World, exit_with_error, start_world, stop_world
+from parallel.world import StartOptions, World, exit_with_error, start_world, stop_world
 
 SECONDS_OF_PRODUCTS = {"cpu": 1.0, "cuda": 20.0}  # a device that is hot is slower, and makes more errors
+LEFT = "nodes left: "  # before their names, for launchers: other libraries print too
+HANG_SECONDS = 200.0  # a third of the time after which a collective fails
 PRODUCTS_TOGETHER = 8  # between two reads of the clock
 
 
@@ -56,8 +58,8 @@ def measure(world: World) -> Health:
     mesh = Mesh.create(world.local_size, world.device.type)
     links = bandwidth.measure_mesh(mesh, world.device)
     mesh.barrier()
-    device = bandwidth.measure_device(world.rank, world.device)
     digest, num_wrong = repeat_product(world.device)
+    device = bandwidth.measure_device(world.rank, world.device)  # while it is hot
     is_gpu = world.device.type == "cuda"
     name = torch.cuda.get_device_name(world.device) if is_gpu else "cpu"
     return Health(socket.gethostname(), world.rank, name, device, links, digest, num_wrong)
@@ -67,13 +69,16 @@ def repeat_product(device: torch.device) -> tuple[int, int]:
     """Repeat one product for some seconds; return (a digest of its bits, how many results had other bits)."""
     size, _ = bandwidth.DEVICE_SIZES[device.type]
     random = torch.Generator().manual_seed(0)
-    a, b = (torch.randn(size, size, generator=random).to(device, torch.bfloat16) for _ in range(2))
+    # Integers, which have the same bits on every host.
+    a, b = (torch.randint(-128, 129, (size, size), generator=random).to(device, torch.bfloat16) for _ in range(2))
     first, num_wrong = a @ b, torch.zeros((), dtype=torch.int64, device=device)
     end = time.monotonic() + SECONDS_OF_PRODUCTS[device.type]
-    while time.monotonic() < end:
+    while True:
         for _ in range(PRODUCTS_TOGETHER):
             num_wrong += ((a @ b).view(torch.int16) != first.view(torch.int16)).any()
         bandwidth.synchronize(device)
+        if time.monotonic() >= end:
+            break
     return int(first.view(torch.int16).sum(dtype=torch.int64)), int(num_wrong)
 
 
@@ -81,27 +86,45 @@ def find_faults(by_rank: Sequence[Health], expected: ClusterSpec | None) -> list
     """Return (node, what is slow or wrong there). The node is empty for a link of which either end may be at fault."""
     node_of = {found.rank: found.node for found in by_rank}
     faults = [fault for found in by_rank for fault in _wrong_products(found, by_rank)]
-    devices = [found.device for found in by_rank]
-    peak = expected.peak_half_tflops * expected.gemm_fraction * 1e12 if expected else 0.0
-    slow = {
-        device.rank: f"{device.flops_per_second / 1e12:.3g} TFLOPs" for device in bandwidth.slow_devices(devices, peak)
-    }
-    least = SLOW_DEVICE * statistics.median_high(device.memory_bytes_per_second for device in devices)
-    for device in devices:
-        rate = device.memory_bytes_per_second
-        said = [slow[device.rank]] if device.rank in slow else []
-        said += [f"{rate / BYTES_PER_GB:.3g} GB/s of memory"] if rate < least else []
-        faults += [(node_of[device.rank], f"slow device: rank {device.rank}: {what}") for what in said]
-    links = bandwidth.slow_links([link for found in by_rank for link in found.links])
-    pairs = [{node_of[rank] for rank in link.ranks} for link in links]
-    num_slow = Counter(node for pair in pairs if len(pair) == 2 for node in pair)
-    for link, nodes in zip(links, pairs, strict=True):
-        worst = max(num_slow[node] for node in nodes)
-        at_fault = [node for node in nodes if num_slow[node] == worst]  # the node of which most links are slow
+    for name in {found.device_name for found in by_rank}:
+        alike = [found.device for found in by_rank if found.device_name == name]
+        faults += [
+            (node_of[rank], f"slow device: rank {rank}: {what}") for rank, what in _slow_devices(alike, expected)
+        ]
+    links = [(link, {node_of[rank] for rank in link.ranks}) for found in by_rank for link in found.links]
+    slow = {id(link) for alike in _comparable(links) for link in bandwidth.slow_links(alike)}
+    across = [(link, nodes) for link, nodes in links if len(nodes) == 2]
+    for link, nodes in [(link, nodes) for link, nodes in links if id(link) in slow]:
+        # A node of which all links to others are slow, if that is not so of the other end too; or the only node.
+        at_fault = [n for n in nodes if len(nodes) == 1 or all(id(own) in slow for own, pair in across if n in pair)]
         ranks, rate = ", ".join(map(str, link.ranks)), link.bytes_per_second / BYTES_PER_GB
         what = f"slow {link.what}: ranks {ranks} on {', '.join(sorted(nodes))}: {rate:.3g} GB/s"
         faults.append((at_fault[0] if len(at_fault) == 1 else "", what))
     return faults
+
+
+def _slow_devices(devices: Sequence[DeviceRate], expected: ClusterSpec | None) -> Iterator[tuple[int, str]]:
+    """Yield (rank, a rate) of what is slow among devices of one kind."""
+    peak = expected.peak_half_tflops * expected.gemm_fraction * 1e12 if expected else 0.0
+    for device in bandwidth.slow_devices(devices, peak):
+        yield device.rank, f"{device.flops_per_second / 1e12:.3g} TFLOPs"
+    least = SLOW_DEVICE * statistics.median_high(device.memory_bytes_per_second for device in devices)
+    for device in devices:
+        if device.memory_bytes_per_second < least:
+            yield device.rank, f"{device.memory_bytes_per_second / BYTES_PER_GB:.3g} GB/s of memory"
+
+
+def _comparable(links: Sequence[tuple[LinkRate, set[str]]]) -> list[list[LinkRate]]:
+    """Return links that should have one rate: inside nodes those of the same places, as GPUs may not be alike there."""
+    ranks_of = defaultdict[str, set[int]](set)
+    for link, nodes in links:
+        if len(nodes) == 1:
+            ranks_of[min(nodes)].update(link.ranks)
+    alike = defaultdict[object, list[LinkRate]](list)
+    for link, nodes in links:
+        first = min(ranks_of[min(nodes)], default=0)
+        alike[link.what, tuple(rank - first for rank in link.ranks) if len(nodes) == 1 else None].append(link)
+    return list(alike.values())
 
 
 def _wrong_products(found: Health, by_rank: Sequence[Health]) -> list[tuple[str, str]]:
@@ -126,7 +149,7 @@ def nodes_left(names: Sequence[str], faults: Sequence[tuple[str, str]]) -> list[
 
 def check(names: Sequence[str], expected: ClusterSpec | None) -> None:
     """Measure, and raise ConfigError on all ranks if something is slow or wrong, or print the nodes that are left."""
-    world = start_world()
+    world = start_world(StartOptions(hang_seconds=HANG_SECONDS))
     store = shared_store()
     store.set(f"health/{world.rank}", json.dumps(asdict(measure(world))))
     if world.is_first:
@@ -136,12 +159,14 @@ def check(names: Sequence[str], expected: ClusterSpec | None) -> None:
     if faults and not names:
         raise ConfigError("health: " + "\n  ".join(f"{node or 'either node'}: {what}" for node, what in faults))
     left = nodes_left(names, faults)
+    if names and not left:
+        raise ConfigError("health: all nodes are at fault: " + "; ".join(f"{node}: {what}" for node, what in faults))
     if world.is_first:
         sys.stderr.write(
             "".join(f"health: {node} is left out: {what}\n" for node, what in faults) or "health: all are well\n"
         )
     if world.local_rank == 0 and names and socket.gethostname() not in {node for node, _ in faults}:
-        sys.stdout.write(",".join(left) + "\n")
+        sys.stdout.write(f"{LEFT}{','.join(left)}\n")
     stop_world()
 
 

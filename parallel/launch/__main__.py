@@ -6,6 +6,7 @@ python -m parallel.launch --nnodes 2 --nproc-per-node 8 ... pretrain_gpt.py ... 
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,6 +22,7 @@ def main(arguments: list[str]) -> int:
     """Run torchrun and return the exit code: 128 + the number of the signal if a rank was killed, as in a shell."""
     if SHUTDOWN_OPTION in run.get_args_parser().format_help():  # not in older versions
         arguments = [f"{SHUTDOWN_OPTION}={SECONDS_TO_STOP}", *arguments]
+    pass_warnings_on()
     try:
         run.main(arguments)
     except ChildFailedError as error:
@@ -34,12 +36,33 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
+def pass_warnings_on() -> None:
+    """Pass a scheduler's signals on to the ranks, if scripts/launch has made this process ignore them.
+
+    By default Slurm signals only the process that it has started. A rank that gets a signal twice takes it as one.
+    """
+
+    def pass_on(number: int, _frame: object) -> None:
+        for child in children():
+            with suppress(ProcessLookupError):
+                os.kill(child, number)
+
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, pass_on)
+
+
 def kill_children() -> None:
     """Kill the ranks that still run. Each is the leader of its own process group."""
+    for child in children():
+        with suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)
+
+
+def children() -> Iterator[int]:
     for task in Path("/proc/self/task").iterdir():
         with suppress(OSError):
-            for child in (task / "children").read_text().split():
-                os.killpg(int(child), signal.SIGKILL)
+            yield from map(int, (task / "children").read_text().split())
 
 
 if __name__ == "__main__":

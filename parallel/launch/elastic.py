@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any, NoReturn
@@ -97,10 +97,11 @@ class Ranks:
         return None if None in codes else 0
 
     def send(self, number: signal.Signals) -> None:
+        """Send a signal to the ranks; SIGKILL to the processes that they have started, too."""
         for process in self._processes:
             if process.poll() is None:
                 with suppress(ProcessLookupError):
-                    os.killpg(process.pid, number)
+                    (os.killpg if number == signal.SIGKILL else os.kill)(process.pid, number)
 
     def kill(self) -> None:
         """Kill the ranks and wait for their ends: the next ones need their memory and their ports."""
@@ -131,13 +132,16 @@ class Agent:
         self._since = time.monotonic()  # the last change of the state
         self._said = ""
         self._signals: list[int] = []
+        self._warnings: list[int] = []  # signals of a scheduler, after which ranks save and end, and the job ends well
         self._num_passed_on = 0  # of the signals, to the ranks
 
     def run(self) -> int:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            if signal.getsignal(number) != signal.SIG_IGN:  # a scheduler sends its signals to the ranks as well
-                # Passed on later, because one may come while ranks are being started.
-                signal.signal(number, lambda number, _frame: self._signals.append(number))
+        # Signals are passed on later, because one may come while ranks are being started. Those that scripts/launch
+        # has made this process ignore come from a scheduler, perhaps to this process alone.
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            received = self._warnings if signal.getsignal(number) == signal.SIG_IGN else self._signals
+            if number != signal.SIGUSR1 or received is self._warnings:
+                signal.signal(number, partial(_note, received))
         while self._own.state != "ended":
             if self._own.state == "waiting":
                 self._wait()
@@ -271,6 +275,8 @@ class Agent:
     def _pass_on_signals(self) -> None:
         """Pass the first signal on to the ranks, which save and end; kill them after the second."""
         assert self._ranks is not None
+        while self._warnings:
+            self._ranks.send(signal.Signals(self._warnings.pop()))
         while self._num_passed_on < len(self._signals):
             self._ranks.send(signal.SIGKILL if self._num_passed_on else signal.SIGTERM)
             self._num_passed_on += 1
@@ -287,6 +293,10 @@ class Agent:
             sys.stderr.write(f"launch: {self._own.node}: {line}\n")
             sys.stderr.flush()
         self._said = line
+
+
+def _note(received: list[int], number: int, _frame: object) -> None:
+    received.append(number)
 
 
 def _with_port(node: str, port: int) -> str:

@@ -178,6 +178,9 @@ class Peers:
         self._pool = ThreadPoolExecutor(max_workers=min(32, len(addresses)))
         peers = self
 
+        class Server(ThreadingHTTPServer):
+            request_queue_size = 1024  # all nodes ask at once, several times a second
+
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 if self.path.startswith(FACTS):
@@ -194,7 +197,7 @@ class Peers:
             def log_message(self, format: str, *arguments: Any) -> None:
                 """Print nothing."""
 
-        self._server = ThreadingHTTPServer(("", addresses[own.node][1]), Handler)
+        self._server = Server(("", addresses[own.node][1]), Handler)
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
     def read(self, nodes: Sequence[str]) -> dict[str, Record | None]:

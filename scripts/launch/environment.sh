@@ -12,7 +12,7 @@ eval "$route"
 # NCCL and gloo first connect over TCP. Unless an interface is named, they use the first one that they find, such as
 # docker0, or that of the host's own name, which is often 127.0.1.1. NCCL still sends its data over InfiniBand.
 if [[ $nnodes -gt 1 && -n $interface ]]; then
-    export NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-$interface}
+    export NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-=$interface} # =: no other interface that begins like it
     export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$interface}
 fi
 

@@ -32,15 +32,16 @@ names=(RANKS_PER_NODE MIN_NODES MAX_RESTARTS CHECK PREFLIGHT_SECONDS LOGS HEALTH
 read -ra more <<<"${PASS:-}"
 for name in "${names[@]}" "${!NCCL_@}" "${!HF_@}" "${!WANDB_@}" "${more[@]}"; do
     # Keys would be visible among the processes and in the output of every node.
-    [[ -z ${!name:-} || $name =~ KEY|TOKEN|SECRET|PASSWORD ]] || settings+=" $name=$(printf %q "${!name}")"
+    [[ -z ${!name:-} || ${name^^} =~ KEY|TOKEN|SECRET|PASSW|CRED|AUTH || ${!name} =~ ://[^/]*@ ]] || settings+=" $name=$(printf %q "${!name}")"
 done
-command="cd $(printf %q "$PWD") && exec env $settings scripts/launch/torchrun.sh$(printf ' %q' "$@")"
+command="cd $(printf %q "$PWD") && exec env $settings scripts/launch/torchrun.sh"
+[[ $# -eq 0 ]] || command+=$(printf ' %q' "$@")
 
 # -tt gives every ssh a terminal. When this script ends or is interrupted, the terminals close and end what runs there.
 children=()
 for host in "${hosts[@]}"; do
     echo "+ ssh $host $command" >&2
-    ssh -tt -o BatchMode=yes "$host" "$command" </dev/null > >(sed -u "s/^/$host: /") 2>&1 &
+    ssh -tt -o BatchMode=yes -o ConnectTimeout=30 -o ServerAliveInterval=15 -o ServerAliveCountMax=4 "$host" "$command" </dev/null > >(sed -u "s/^/$host: /") 2>&1 &
     children+=($!)
 done
 trap 'kill "${children[@]}" 2>/dev/null || true' EXIT

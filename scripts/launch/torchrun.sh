@@ -22,7 +22,7 @@ python=${PYTHON:-python}
 
 nnodes=${NNODES:-1}
 rdzv=${RDZV:-localhost:29500}
-num_gpus=$( (nvidia-smi --list-gpus 2>/dev/null || true) | wc -l)
+num_gpus=${SLURM_GPUS_ON_NODE:-$( (timeout 60 nvidia-smi --list-gpus 2>/dev/null || true) | grep -c '^GPU ' || true)}
 ranks=${RANKS_PER_NODE:-$((num_gpus > 0 ? num_gpus : 2))}
 
 source scripts/launch/environment.sh
@@ -30,15 +30,15 @@ source scripts/launch/environment.sh
 launch=("$python" -m parallel.launch --nnodes="$nnodes" --nproc-per-node="$ranks" --rdzv-backend=c10d
     --rdzv-endpoint="$rdzv" --rdzv-conf="is_host=$is_host" --local-addr="$local_address")
 
-# Measure all devices and links, by all ranks. If the run can go on without nodes, those that are at fault are left out.
-if [[ ${HEALTH:-0} == 1 ]]; then
-    left=$("${launch[@]}" --rdzv-id=health -m lab.measure.health ${MIN_NODES:+--nodes "$NODE_NAMES"})
-    [[ -z ${MIN_NODES:-} || -n $left ]] || exit 0
-    NODE_NAMES=${left:-${NODE_NAMES:-}}
-fi
+# Measures all devices and links, by all ranks; prints the nodes that are left if it is given the names of all.
+health() { "${launch[@]}" --rdzv-id=health -m lab.measure.health "$@" | sed -n 's/^nodes left: //p'; }
 
 # After the loss of a node, the agents of the others start their ranks again. They compare the nodes before each start.
 if [[ -n ${MIN_NODES:-} ]]; then
+    if [[ ${HEALTH:-0} == 1 ]]; then
+        NODE_NAMES=$(health --nodes "${NODE_NAMES:?names of all nodes, separated by commas}")
+        [[ -n $NODE_NAMES ]] || exit 0 # this node is at fault
+    fi
     command=("$python" -m gpt.elastic --nodes "${NODE_NAMES:?names of all nodes, separated by commas}"
         --port "${rdzv##*:}" --num_ranks "$ranks" --min_nodes "$MIN_NODES" --max_restarts "${MAX_RESTARTS:-3}"
         --check "${CHECK:-1}" --wait "${PREFLIGHT_SECONDS:-120}" ${LOGS:+--logs "$LOGS"} -- pretrain_gpt.py "$@")
@@ -55,8 +55,11 @@ if [[ ${CHECK:-1} == 1 ]]; then
     if [[ -z $logs && -n $folder && ($nnodes -gt 1 || ! -t 1) ]]; then logs=$folder/logs; fi
 fi
 
-# A scheduler sends its warnings (USR1, TERM) to every process of the job, and the ranks then save and exit. torchrun
-# must ignore them: USR1 would end it, and it would pass TERM on to the ranks, which exit at once if they get it twice.
+[[ ${HEALTH:-0} != 1 ]] || health
+
+# A scheduler sends its warnings (USR1, TERM) to this process, and often to all others of the job; the ranks then save
+# and exit. torchrun itself must ignore them: USR1 would end it, and TERM would end the ranks that still save. So the
+# launcher only passes them on.
 signals=SIGTERM,SIGINT,SIGHUP,SIGQUIT
 if [[ -n ${SLURM_JOB_ID:-} ]]; then
     trap '' USR1 TERM

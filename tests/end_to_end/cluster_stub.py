@@ -36,7 +36,7 @@ def scontrol(words: list[str]) -> None:
 
 
 def ssh(words: list[str]) -> None:
-    _, (_host, command) = split(words, "-tt", "-o", "BatchMode=yes")
+    _, (_host, command) = split(words, "-tt", "-o", "BatchMode=yes", "ConnectTimeout=", "ServerAlive")
     os.execvp("bash", ["bash", "-c", command])
 
 

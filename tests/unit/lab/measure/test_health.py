@@ -17,6 +17,7 @@ from parallel.world import World
 from tests.ranks import run_ranks
 
 NUM_NODES = 4
+SIZES = {"cpu": (64, 2**12)}
 
 
 def job(rank: int = 0, rates: dict[tuple[int, int], float] | None = None, **odd: Any) -> list[Health]:
@@ -44,8 +45,13 @@ SLOW_DEVICE = DeviceRate(3, 0.7e12, 0.7e11, 1e10, 1e-6)
         (job(3, num_wrong=2), [("n1", "2 results differ")]),
         (job(3, digest=8), [("n1", "its bits are not those of most")]),
         (job(3, digest=8, device_name="H200"), []),  # another kernel
+        (job(3, device=SLOW_DEVICE, device_name="H200"), []),  # of another kind
         (job(rates={(2, 3): 1.0}), [("n1", "slow link: ranks 2, 3 on n1: 1 GB/s")]),
-        (job(rates={(0, 2): 1.0, (2, 4): 1.0}), [("n1", "ranks 0, 2 on n0, n1"), ("n1", "ranks 2, 4 on n1, n2")]),
+        (
+            job(rates={(0, 2): 1.0, (2, 4): 1.0}),
+            [("", "ranks 0, 2 on n0, n1"), ("", "ranks 2, 4 on n1, n2")],
+        ),  # one card
+        (job(rates={(0, 2): 1.0, (2, 4): 1.0, (1, 3): 1.0, (3, 5): 1.0}), [("n1", "ranks")] * 4),
         (job(rates={(2, 4): 1.0}), [("", "ranks 2, 4 on n1, n2")]),  # either end may be at fault
     ],
 )
@@ -72,11 +78,11 @@ def measured() -> tuple[Health, Health]:
     def damaged(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         products.append(matmul(a, b))
         if len(products) > 4:
-            products[-1][3, 5] += 1
+            products[-1][3, 5] += 1e6
         return products[-1]
 
     with (
-        mock.patch.multiple(bandwidth, SECONDS_EACH=0.01, DEVICE_SIZES={"cpu": (64, 2**12)}),
+        mock.patch.multiple(bandwidth, SECONDS_EACH=0.0, LINK_BYTES=2**12, SHARD_BYTES=2**10, DEVICE_SIZES=SIZES),
         mock.patch.object(health, "SECONDS_OF_PRODUCTS", {"cpu": 0.02}),
     ):
         clean = measure(world)

@@ -39,7 +39,7 @@ if "parallel.launch.route" in words:
 elif "gpt.preflight" in words:
     print(os.environ.get("FOLDER", ""))
 elif "lab.measure.health" in words and "--nodes" in words and os.environ.get("NODE") in os.environ["WELL"]:
-    print(os.environ["WELL"])
+    print("nodes left: " + os.environ["WELL"])
 elif name == "scontrol" and words[:2] == ["show", "hostnames"]:
     print("n1\\nn2")
 for program, code in json.loads(os.environ.get("ENDS", "{{}}")).items():
@@ -111,7 +111,7 @@ def test_torchrun_checks_the_nodes_then_starts_their_ranks_and_says_so(stubs):
     assert {"--rdzv-conf=is_host=1", "--local-addr=10.0.0.1"} < set(start.words)
     assert start.words[-2:] == ["pretrain_gpt.py", "--train.steps=5"]
     seen = start.environment
-    assert (seen["NCCL_SOCKET_IFNAME"], seen["GLOO_SOCKET_IFNAME"]) == ("ib0", "ib0")
+    assert (seen["NCCL_SOCKET_IFNAME"], seen["GLOO_SOCKET_IFNAME"]) == ("=ib0", "ib0")
     assert {"OMP_NUM_THREADS", "CUDA_DEVICE_MAX_CONNECTIONS", "TORCH_NCCL_ASYNC_ERROR_HANDLING"}.isdisjoint(seen)
     assert "+ " + " ".join([str(stubs / "python"), *start.words[1:]]) in said
 
@@ -286,6 +286,25 @@ def test_a_second_signal_kills_the_ranks_that_still_run(monkeypatch):
         launcher.kill_children()
         child.kill()
     assert mock.call(child.pid, signal.SIGKILL) in killed.call_args_list
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_schedulers_signal_to_the_launcher_alone_reaches_the_ranks(monkeypatch, number):
+    """Slurm signals only the process that it has started, which scripts/launch has made ignore the signal."""
+    ended = []
+
+    def run_ranks(_arguments: list[str]) -> None:
+        with subprocess.Popen(["sleep", "60"], start_new_session=True) as rank:
+            os.kill(os.getpid(), number)
+            ended.append(rank.wait())
+
+    monkeypatch.setattr(run, "main", run_ranks)
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        assert launcher.main(["program.py"]) == 0
+    finally:
+        signal.signal(number, before)
+    assert ended == [-number]
 
 
 def test_an_older_torchrun_does_not_get_an_option_that_it_lacks(monkeypatch):
