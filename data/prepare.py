@@ -27,7 +27,7 @@ from data.errors import DataError
 from data.indexed import bin_path, idx_path
 from data.sidecar import INDEX, TOKENIZER, TOKENS, Sidecar, file_checksum
 from data.sources import Source
-from data.staging import IndexedWriter, Progress, reserved, staging_folder, token_dtype
+from data.staging import PROGRESS, IndexedWriter, Progress, reserved, staging_folder, token_dtype
 from data.tokenizer import Tokenizer, tokenizer_path
 
 EXIT_USER_ERROR = 2
@@ -55,7 +55,7 @@ def prepare(source: Source, output: Path, tokenizer: Tokenizer, *, tokenizer_nam
         staged = folder / output.name
         tokenizer.save(tokenizer_path(staged))
         with IndexedWriter(staged, token_dtype(tokenizer.vocab_size), progress.bin_bytes) as writer:
-            writer.restore(tokenizer.eod)
+            writer.restore(tokenizer.eod, ends_in_document=2 if tokenizer.bos == tokenizer.eod else 1)
             if writer.num_documents != progress.written:
                 raise DataError(
                     f"{folder} has {writer.num_documents} documents of an interrupted preparation, {progress.written} "
@@ -80,6 +80,7 @@ def prepare(source: Source, output: Path, tokenizer: Tokenizer, *, tokenizer_nam
             checksums={TOKENS: writer.bin_checksum} | checksums,
         )
         sidecar.save(staged)
+        (folder / PROGRESS).unlink(missing_ok=True)  # what is renamed cannot be continued
         # The old index is removed before the files are renamed: it must never describe the new tokens.
         idx_path(output).unlink(missing_ok=True)
         rejected_path(output).unlink(missing_ok=True)
@@ -110,6 +111,7 @@ def _encode(
         _shown_progress(staged.name, source, progress, writer.num_tokens) as advance,
     ):
         rejected.truncate(progress.rejected_bytes)
+        rejected.seek(0, os.SEEK_END)
 
         def save() -> None:
             writer.sync()

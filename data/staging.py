@@ -143,14 +143,16 @@ class IndexedWriter:
         self._lengths.frombytes(lengths.astype(np.intc).tobytes())
         self.num_tokens += len(tokens)
 
-    def restore(self, eod: int) -> None:
-        """Take up the documents that are kept, each of which ends with the token `eod`, and no other one has it."""
-        length = 0  # of the document that is being read
+    def restore(self, eod: int, ends_in_document: int = 1) -> None:
+        """Take up the documents that are kept, each of which has the token `eod` so many times, the last at its end."""
+        length = num_ends = 0  # of the document that is being read
         self._bin.seek(0)
         while content := self._bin.read(CHUNK_BYTES):
             self.bin_checksum = zlib.crc32(content, self.bin_checksum)
             tokens = np.frombuffer(content, dtype=self.dtype)
-            ends = np.flatnonzero(tokens == eod) + 1
+            found = np.flatnonzero(tokens == eod) + 1
+            ends = found[ends_in_document - 1 - num_ends :: ends_in_document]
+            num_ends = (num_ends + len(found)) % ends_in_document
             self._lengths.frombytes(np.diff(ends, prepend=-length).astype(np.intc).tobytes())
             length = len(tokens) - int(ends[-1]) if len(ends) else length + len(tokens)
             self.num_tokens += len(tokens)

@@ -9,10 +9,10 @@ answer is a sequence, context and continuation; all sequences of all tasks are d
 """
 
 import json
-import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -59,7 +59,8 @@ class Task:
         if len(self.questions[0].choices) == 1:
             likelihoods, is_greedy = scores.T.tolist()
             accuracy = fmean(is_greedy)
-            return {"accuracy": accuracy, "centred_accuracy": accuracy, "perplexity": math.exp(-fmean(likelihoods))}
+            perplexity = float(torch.tensor(-fmean(likelihoods)).exp())  # infinite if it is too large
+            return {"accuracy": accuracy, "centred_accuracy": accuracy, "perplexity": perplexity}
         right, right_by_length, chances = [], [], []
         for question, found in zip(self.questions, of_questions, strict=True):
             likelihoods = found[:, 0]
@@ -111,10 +112,11 @@ def load_task(path: Path, tokenizer: Tokenizer, seq_length: int, num_questions: 
     Raises DataError if the file cannot be read as one of FORMATS.
     """
     try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        lines = path.read_text(encoding="utf-8").split("\n")  # other separators may stand in a text
     except (OSError, UnicodeError) as error:
         raise DataError(f"cannot read the task {path}: {error}; correct train.tasks") from None
-    questions = [_question(f"{path}:{number}", line) for number, line in enumerate(lines[:num_questions], 1)]
+    rows = islice(((number, line) for number, line in enumerate(lines, 1) if line.strip()), num_questions)
+    questions = [_question(f"{path}:{number}", line) for number, line in rows]
     if len({len(question.choices) == 1 for question in questions}) != 1:
         raise DataError(f"the task {path} needs questions of one format, 1 or more; it has {len(questions)} rows")
     requests = [

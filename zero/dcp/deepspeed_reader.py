@@ -161,7 +161,7 @@ class DeepSpeedReader(StorageReader):
             for name, value in group.items():
                 self._values[f"{GROUPS}.{number}.{name}"] = value
         self._values |= {name: described[name] for name in COUNTERS if name in described}
-        self._values |= _loss_scale(states[0]["loss_scaler"])
+        self._values |= _loss_scale(states[0].get("loss_scaler"))
         self._metadata.state_dict_metadata |= {key: BytesStorageMetadata() for key in self._values}
         self._check_sizes()
 
@@ -226,9 +226,9 @@ def _rank_of(path: Path) -> int:
     return int(after.partition("_")[0] or 0)
 
 
-def _loss_scale(scaler: _Inert) -> dict[str, Any]:
-    """Return a dynamic loss scale as torch's GradScaler saves it."""
-    found = vars(scaler)
+def _loss_scale(scaler: _Inert | None) -> dict[str, Any]:
+    """Return a dynamic loss scale as torch's GradScaler saves it; nothing without one, as of an optimizer for bf16."""
+    found = {} if scaler is None else vars(scaler)
     if "last_overflow_iter" not in found:
         return {}
     num_good = (found["cur_iter"] - found["last_overflow_iter"] - 1) % found["scale_window"]

@@ -27,6 +27,8 @@ from zero.partition.layout import Layout, cut
 from zero.step.assembled_updates import Axes
 from zero.step.pieces import Piece
 
+MOST_BATCH_BYTES = 2**28
+
 
 @dataclass(frozen=True)
 class Stretch:
@@ -157,10 +159,12 @@ class MatrixExchange:
     def batches(self, wholes: Tensor, *, max_size: int | None = None) -> Iterator[tuple[list[int], list[Tensor]]]:
         """Iterate over batches of at most `max_size` matrices: their numbers, and their parts by tensor ranks.
 
-        A part has the shape (number of matrices, rows, columns).
+        Without `max_size` a batch has at most `MOST_BATCH_BYTES`, or one matrix, because the iteration needs several
+        times its memory. A part has the shape (number of matrices, rows, columns).
         """
         for batch in self._batches:
-            size = max_size or len(batch.numbers)
+            matrix_bytes = self.matrices[batch.numbers[0]].numel * len(batch.places) * wholes.itemsize
+            size = max_size or max(1, MOST_BATCH_BYTES // matrix_bytes)
             parts = [cut(wholes, place).view(-1, *self.matrices[batch.numbers[0]].shape) for place in batch.places]
             for first in range(0, len(batch.numbers), size):
                 yield batch.numbers[first : first + size], [part[first : first + size] for part in parts]

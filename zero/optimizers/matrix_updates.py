@@ -125,10 +125,12 @@ class MatrixUpdates(AssembledUpdates):
         self.other_pieces = {bucket: [piece for piece in own if piece.group not in groups] for bucket, own in owned}
         self.buckets = {bucket for bucket in pieces.by_bucket if not params.keys().isdisjoint(bucket.grads.parts)}
         """The buckets in which any rank owns a stretch of a matrix: the same on all ranks."""
-        # States of whole matrices are saved by one of the replicas, which then has to have all of them.
-        divided = replica.without_peers() if inner.matrix_state_numel((1, 1)) else replica
         self.matrices = _matrices(module, pieces.flats, params, tensor.size)
         """All matrices, in the order of the layout."""
+        # States of whole matrices are saved by one of the replicas, which then has to have all of them. The parts of
+        # replicas are as long as the longest one: with fewer matrices than ranks they would be mostly padding.
+        is_divided = not inner.matrix_state_numel((1, 1)) and len(self.matrices) >= shard.size * replica.size
+        divided = replica if is_divided else replica.without_peers()
         self.assignment = assign(self.matrices, inner.flops, shard.size * divided.size, tensor.size)
         """The rank that computes each matrix."""
         layouts = [flat.layout for flat in pieces.flats]

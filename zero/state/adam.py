@@ -70,6 +70,8 @@ def _problem(
         return "a group of parameters has no counter of steps"
     expected = STATES[saved_class]
     for param, state in states:
+        if not state:  # a parameter that no rank has used yet, with skip_unused
+            continue
         if state.keys() != expected:
             return f"a parameter has the states {sorted(state)}, {sorted(expected)} are needed"
         if any(state[kind].shape != param.shape or not state[kind].is_floating_point() for kind in MOMENTS):

@@ -132,6 +132,7 @@ def _load_optimizer_state(
         if piece is None:  # the parameter is in none of the optimizer's groups
             continue
         state = optimizer.inner.state[piece.param]
+        state.clear()  # the checkpoint may be older than the parameter's first update
         of_elements: dict[str, Tensor] = {}  # values of blocks that are not those of this run
         for kind in saved.state_kinds(span.name):
             scalar = saved.scalar(span.name, kind)

@@ -160,7 +160,7 @@ def test_a_run_logs_the_metrics_of_its_tasks_with_a_context_as_without(files, tm
     ("content", "message"),
     [
         ('{"endings": ["a"]}', r"a.jsonl:1 is not a row of HellaSwag, ARC or LAMBADA \(KeyError 'activity_label'\)"),
-        ('{"text": "a b"}\n\nbroken', "a.jsonl:2 is not a row of"),
+        ('{"text": "a b"}\n\nbroken', "a.jsonl:3 is not a row of"),
         ('{"question": "q", "choices": {"text": ["a"], "label": ["A"]}, "answerKey": "E"}', "is not a row of"),
         ("[1]", "is not a row of"),
         ("", "needs questions of one format, 1 or more; it has 0 rows"),

@@ -125,9 +125,9 @@ def test_wrong_documents_are_listed_in_a_file_if_errors_are_skipped(tmp_path, ca
     assert not Path(f"{output}.rejected.jsonl").exists(), "it is that of another corpus"
 
 
-@pytest.mark.parametrize("is_killed", [False, True])
+@pytest.mark.parametrize(("is_killed", "bos"), [(False, "none"), (True, "none"), (True, "<|endoftext|>")])
 def test_a_preparation_that_was_ended_goes_on_where_its_progress_was_saved(
-    tmp_path, monkeypatch, capsys, tokenizer_file, is_killed
+    tmp_path, monkeypatch, capsys, tokenizer_file, is_killed, bos
 ):
     monkeypatch.setattr("data.encode.BATCH_BYTES", 300)
     monkeypatch.setattr("data.prepare.BATCHES_BETWEEN_SAVES", 2 if is_killed else 100)
@@ -135,7 +135,7 @@ def test_a_preparation_that_was_ended_goes_on_where_its_progress_was_saved(
     (tmp_path / "a.jsonl").write_text(_json_lines(rows) + "broken\n" + _json_lines(TEXTS[30:]))
     outputs = [tmp_path / name / "corpus" for name in ("whole", "ended")]
     arguments = [["--source", str(tmp_path / "a.jsonl"), "--output", str(output)] for output in outputs]
-    arguments = [[*own, "--tokenizer", tokenizer_file, "--workers", "1"] for own in arguments]
+    arguments = [[*own, "--tokenizer", tokenizer_file, "--workers", "1", "--bos_token", bos] for own in arguments]
     main([*arguments[0], "--on_error", "skip"])
     num_read = []
     unfinished = outputs[1].with_name(".corpus.unfinished")

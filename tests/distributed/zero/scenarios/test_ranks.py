@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from parallel.errors import ConfigError
 from tests.scenarios import DEFAULT, GROUPS, HOST, WIDTH, Blocks, Configuration, Run, mean_square, scenario
-from zero import Muon, ZeroDataParallel, ZeroOptimizer, uneven
+from zero import Muon, ZeroDataParallel, ZeroOptimizer, load, save, uneven
 
 
 def batches_of(run: Run, rank: int) -> list[Tensor]:
@@ -121,6 +121,27 @@ def test_a_parameter_without_a_gradient_warns_once_unless_it_is_skipped():
         assert skips or "14 of 16 parameters, such as embed.weight" in str(caught[0].message)
     with pytest.raises(ConfigError, match=r"skip_unused=True .* matrices"):
         ZeroOptimizer(model, Muon, [model.module.head.weight], skip_unused=True)
+
+
+def test_a_checkpoint_has_no_states_of_what_was_never_used_and_a_load_removes_later_ones(tmp_path):
+    def step(use: nn.Module) -> None:
+        use(torch.ones(1, WIDTH)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model = ZeroDataParallel(nn.ModuleDict({name: nn.Linear(WIDTH, 1) for name in ("used", "later")}))
+    optimizer = ZeroOptimizer(model, torch.optim.AdamW, skip_unused=True)
+    step(model.module["used"])
+    folder = save(tmp_path / "saved", model, optimizer)
+    step(model.module["later"])
+    load(folder, model, optimizer)
+    weights = {name: param.detach().clone() for name, param in model.module.named_parameters()}
+    states = [state for state in optimizer.inner.state.values() if state]
+    assert len(states) == 2  # weight and bias
+    step(model.module["later"])  # as a first update: by the learning rate, against the gradient's sign
+    rate, decay = optimizer.defaults["lr"], optimizer.defaults["weight_decay"]
+    expected = weights["later.weight"] * (1 - rate * decay) - rate
+    torch.testing.assert_close(model.module["later"].weight.detach(), expected)
 
 
 @scenario([Configuration(2)])
