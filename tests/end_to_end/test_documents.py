@@ -65,6 +65,7 @@ CHANGES = {
     "save_time.sh --rounds 7": "save_time.sh --rounds 1",
     "--output runs/mup/losses": "--output runs/mup/losses --steps 24 --widths 32",
     "--output runs/optimizers/losses": "--output runs/optimizers/losses --steps 160 --num_rates 1",
+    "runs/ladder --tokens_per_parameter 2": "runs/ladder --tokens_per_parameter 0.02 --sizes 1x32 1x64 2x64",
     # the whole suite
     "bash scripts/test.sh": f"bash scripts/test.sh {ONE_TEST}",
     "scripts/test.sh  ": f"scripts/test.sh {ONE_TEST} ",

@@ -295,6 +295,7 @@ def test_a_schedulers_signal_to_the_launcher_alone_reaches_the_ranks(monkeypatch
 
     def run_ranks(_arguments: list[str]) -> None:
         with subprocess.Popen(["sleep", "60"], start_new_session=True) as rank:
+            monkeypatch.setattr(launcher, "children", lambda: [rank.pid])  # this process has others
             os.kill(os.getpid(), number)
             ended.append(rank.wait())
 
