@@ -2,9 +2,10 @@
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -38,6 +39,11 @@ class LinkRate:
     what: str  # the name of the collective, or "link"
     ranks: tuple[int, ...]  # in the whole job
     bytes_per_second: float
+
+    @classmethod
+    def from_plain(cls, content: Mapping[str, Any]) -> Self:
+        """Return the rate that was written as JSON."""
+        return cls(**{**content, "ranks": tuple(content["ranks"])})
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ class Health:
     @classmethod
     def parse(cls, text: bytes) -> Self:
         found = json.loads(text)
-        links = [LinkRate(**(link | {"ranks": tuple(link["ranks"])})) for link in found["links"]]
+        links = [LinkRate.from_plain(link) for link in found["links"]]
         return cls(**(found | {"device": DeviceRate(**found["device"]), "links": links}))
 
 

@@ -50,7 +50,7 @@ class Measured:
     def parse(cls, text: bytes) -> Self:
         found = json.loads(text)
         for key in ("inside_and_across", "one_rank_per_node", "job_mesh"):
-            found[key] = [LinkRate(**(link | {"ranks": tuple(link["ranks"])})) for link in found[key]]
+            found[key] = [LinkRate.from_plain(link) for link in found[key]]
         kernels = found["kernels"]
         for key in ("products", "attentions"):
             kernels[key] = [MeasuredKernel(**(one | {"shape": tuple(one["shape"])})) for one in kernels[key]]

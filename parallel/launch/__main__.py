@@ -14,6 +14,8 @@ from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+from parallel.launch.signals import take_warnings
+
 # Of ranks that were asked to stop, for their last checkpoint; torchrun's own 30 s are too few for a large model.
 SHUTDOWN_OPTION, SECONDS_TO_STOP = "--shutdown-timeout", 600
 
@@ -22,7 +24,7 @@ def main(arguments: list[str]) -> int:
     """Run torchrun and return the exit code: 128 + the number of the signal if a rank was killed, as in a shell."""
     if SHUTDOWN_OPTION in run.get_args_parser().format_help():  # not in older versions
         arguments = [f"{SHUTDOWN_OPTION}={SECONDS_TO_STOP}", *arguments]
-    pass_warnings_on()
+    take_warnings(pass_on)
     try:
         run.main(arguments)
     except ChildFailedError as error:
@@ -36,20 +38,11 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def pass_warnings_on() -> None:
-    """Pass a scheduler's signals on to the ranks, if scripts/launch has made this process ignore them.
-
-    By default Slurm signals only the process that it has started. A rank that gets a signal twice takes it as one.
-    """
-
-    def pass_on(number: int, _frame: object) -> None:
-        for child in children():
-            with suppress(ProcessLookupError):
-                os.kill(child, number)
-
-    for number in (signal.SIGUSR1, signal.SIGTERM):
-        if signal.getsignal(number) == signal.SIG_IGN:
-            signal.signal(number, pass_on)
+def pass_on(number: int, _frame: object) -> None:
+    """Send a signal to the ranks."""
+    for child in children():
+        with suppress(ProcessLookupError):
+            os.kill(child, number)
 
 
 def kill_children() -> None:

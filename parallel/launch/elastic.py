@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
-from functools import cache, partial
+from functools import cache
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any, NoReturn
@@ -40,6 +40,7 @@ from parallel.launch.membership import (
 from parallel.launch.node_facts import Job, NodeFacts, find_facts, find_problems, marked
 from parallel.launch.preflight import DescribeJob, arguments_only, split_words
 from parallel.launch.route import find_route, resolve
+from parallel.launch.signals import take_warnings
 from parallel.world import EXIT_USER_ERROR, LAUNCH_VARIABLE, exit_with_error
 
 POLL_SECONDS = 0.25
@@ -136,12 +137,11 @@ class Agent:
         self._num_passed_on = 0  # of the signals, to the ranks
 
     def run(self) -> int:
-        # Signals are passed on later, because one may come while ranks are being started. Those that scripts/launch
-        # has made this process ignore come from a scheduler, perhaps to this process alone.
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-            received = self._warnings if signal.getsignal(number) == signal.SIG_IGN else self._signals
-            if number != signal.SIGUSR1 or received is self._warnings:
-                signal.signal(number, partial(_note, received))
+        # Signals are passed on later, because one may come while ranks are being started.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, lambda number, _frame: self._signals.append(number))
+        take_warnings(lambda number, _frame: self._warnings.append(number))
         while self._own.state != "ended":
             if self._own.state == "waiting":
                 self._wait()
@@ -293,10 +293,6 @@ class Agent:
             sys.stderr.write(f"launch: {self._own.node}: {line}\n")
             sys.stderr.flush()
         self._said = line
-
-
-def _note(received: list[int], number: int, _frame: object) -> None:
-    received.append(number)
 
 
 def _with_port(node: str, port: int) -> str:
