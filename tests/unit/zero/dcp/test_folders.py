@@ -4,6 +4,7 @@ import os
 import pickle
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 from parallel.errors import ConfigError
 from parallel.mesh import Axis
-from tests.oracle.deepspeed_files import write_deepspeed
+from tests.oracle.deepspeed_files import write_deepspeed, write_universal
 from zero import (
     DistributedState,
     LossScale,
@@ -40,9 +41,10 @@ def test_any_range_is_cut_into_rectangles_that_are_consecutive(shape: tuple[int,
             assert torch.cat([torch.arange(0), *cut]).tolist() == list(range(start, stop))
 
 
-def train(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> list[float]:
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
     losses = []
     for _ in range(2):
+        optimizer.zero_grad()
         loss = model(torch.ones(3, 6)).square().mean()
         loss.backward()
         optimizer.step()
@@ -71,6 +73,25 @@ def test_states_of_any_kind_for_each_element_and_frozen_parameters_are_loaded(tm
     model, optimizer = run()
     load_distributed(tmp_path, model, optimizer)
     assert train(model, optimizer) == expected
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("write", [partial(write_deepspeed, num_ranks=1), write_universal])
+def test_a_run_of_deepspeed_goes_on_from_one_rank_and_from_universal_files(tmp_path: Path, write: Any, stage: int):
+    def module() -> torch.nn.Module:
+        linears = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 4))
+        linears[0].weight.requires_grad_(False)
+        return linears
+
+    theirs = module()
+    adamw = torch.optim.AdamW(theirs.parameters(), lr=0.01)
+    train(theirs, adamw)
+    write(tmp_path, stage=stage, module=theirs, optimizer=adamw)
+    model = ZeroDataParallel(module(), Axis.trivial("data"))
+    optimizer = ZeroOptimizer(model, torch.optim.AdamW)
+    load_distributed(tmp_path, model, optimizer)
+    assert train(model, optimizer) == pytest.approx(train(theirs, adamw), rel=1e-6)
 
 
 class Hostile:
