@@ -21,10 +21,8 @@ def _class(module: str, name: str) -> Any:
     return made
 
 
-def write_deepspeed(
-    folder: Path, stage: int, num_ranks: int, module: nn.Module, optimizer: Any, extra: Any = None
-) -> None:
-    """Write the checkpoint of a run that has trained `module` by an Adam; `extra` goes among its objects."""
+def write_deepspeed(folder: Path, stage: int, num_ranks: int, module: nn.Module, optimizer: Any) -> None:
+    """Write the checkpoint of a run that has trained `module` by an Adam."""
     names = {param: name for name, param in module.named_parameters()}
     groups = [[param for param in group["params"] if param.requires_grad] for group in optimizer.param_groups]
     frozen = OrderedDict((name, p.detach()) for p, name in names.items() if not p.requires_grad)
@@ -54,7 +52,7 @@ def write_deepspeed(
             if stage == 3
             else {"single_partition_of_fp32_groups": weights, "base_optimizer_state": inner}
         )
-        content = {"optimizer_state_dict": {**own, "loss_scaler": scaler, "extra": extra}}
+        content = {"optimizer_state_dict": {**own, "loss_scaler": scaler}}
         torch.save(content, folder / "global_step3" / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
         described = {
             "module": {name: torch.empty(0) if stage == 3 else p.detach() for p, name in names.items()}
