@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from zero.optimizers.cautious_adamw import decay_cautiously
 from zero.optimizers.grouped_adamw import GroupedAdamW
 from zero.step.atoms import Atom
 
@@ -85,7 +86,11 @@ class AdamW8bit(GroupedAdamW):
         if is_kept is not None:
             rate, decay = rate * is_kept, decay * is_kept
         update = first / (second.sqrt() / (1 - beta2**num_steps).sqrt()).add_(group["eps"])
-        param.mul_(1 - decay).addcmul_(update, rate)
+        if group["cautious_decay"]:
+            decay_cautiously(param, update, 1 - decay)
+        else:
+            param.mul_(1 - decay)
+        param.addcmul_(update, rate)
         for name, moment in zip(MOMENTS, (first, second), strict=True):
             for old, new in zip(moments[name], quantized(moment, tables[name][1]), strict=True):
                 old.copy_(new if is_kept is None else torch.where(is_kept == 0, old, new))
