@@ -61,6 +61,8 @@ def moment_bytes(optimizer: OptimizerSettings, model: ModelConfig, tensor_size: 
             updated, state_bytes = hidden, BYTES * sum(whole) / tensor_size
         case "sgd":
             return float(BYTES * bool(optimizer.momentum))
+        case "adamw_bf16":
+            return float(OF_ADAM / 2)
         case "adamw":
             return float(OF_ADAM)
         case unknown:

@@ -44,6 +44,7 @@ from zero.fp8.kernels import HOPPER, Device, refused_layer
 from zero.memory.placement import Offload, Placement
 from zero.optimizer import ZeroOptimizer
 from zero.optimizers.adamw8bit import AdamW8bit
+from zero.optimizers.adamw_bf16 import AdamWBf16
 from zero.optimizers.cautious_adamw import CautiousAdamW
 from zero.optimizers.muon import Muon
 from zero.optimizers.soap import Soap
@@ -372,6 +373,10 @@ def _adamw8bit(settings: OptimizerSettings, _offload: Offload) -> ChosenOptimize
     return AdamW8bit, _of_adam(settings), "AdamW with moments of 8 bits"
 
 
+def _adamw_bf16(settings: OptimizerSettings, _offload: Offload) -> ChosenOptimizer:
+    return AdamWBf16, _of_adam(settings), "AdamW with moments in bf16"
+
+
 def _muon(settings: OptimizerSettings, _offload: Offload) -> ChosenOptimizer:
     muon = asdict(settings.muon)
     muon.pop("per_head")  # a setting of groups
@@ -395,6 +400,7 @@ def _sgd(settings: OptimizerSettings, _offload: Offload) -> ChosenOptimizer:
 OPTIMIZERS = {
     "adamw": OptimizerRow(_adamw),
     "adamw8bit": OptimizerRow(_adamw8bit, lambda _name, param: param.dim() > 1),
+    "adamw_bf16": OptimizerRow(_adamw_bf16),
     "muon": OptimizerRow(_muon, is_hidden_matrix),
     "soap": OptimizerRow(_soap, is_hidden_matrix),
     "sgd": OptimizerRow(_sgd),

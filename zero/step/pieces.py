@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from parallel.mesh import Axis
 from zero.buckets.bucket import Bucket
 from zero.buckets.flat import FlatParameters
 
@@ -28,6 +29,27 @@ class Piece:
     """The name of the model's parameter."""
     in_param: range
     """The elements of the piece, counted in the model's parameter."""
+
+
+@dataclass(frozen=True)
+class WholePlace:
+    """Where the elements of a piece are in the whole parameter, over all tensor ranks: the same in every layout."""
+
+    param: int
+    """The number of the parameter, in the order of the groups."""
+    start: int = 0
+    """The first element, counted in the parameter of this tensor rank."""
+    run: int = 1
+    """The number of elements of this tensor rank between those of others."""
+    part: int = 0
+    """The number of this tensor rank's part."""
+    num_parts: int = 1
+    """The number of tensor ranks that divide the parameter."""
+
+    def numbers(self, elements: slice, device: torch.device) -> Tensor:
+        """Return the numbers of some elements of the piece in the whole parameter."""
+        own = torch.arange(self.start + elements.start, self.start + elements.stop, device=device)
+        return own if self.num_parts == 1 else own + (own // self.run * (self.num_parts - 1) + self.part) * self.run
 
 
 class OwnedState(Mapping[str, Any]):
@@ -64,7 +86,7 @@ class OwnedPieces:
 
         Raises ValueError if a group has something else, or no parameter is trainable.
         """
-        numbers = _number_groups(groups, known)
+        numbers = self._numbers = _number_groups(groups, known)
         trainable = {param for flat in flats for param in flat.params}
         self.group_of = {param: number for param, number in numbers.items() if param in trainable}
         if not self.group_of:
@@ -89,6 +111,16 @@ class OwnedPieces:
         pieces = [piece for of_bucket in self.by_bucket.values() for piece in of_bucket]
         return [group | {"params": [p.param for p in pieces if p.group == n]} for n, group in enumerate(groups)]
 
+    def places(self, split: Mapping[str, int], tensor: Axis) -> dict[nn.Parameter, WholePlace]:
+        """Return the place of each piece; `split` has the dim along which tensor ranks divide a parameter, by name."""
+        found = {}
+        for number, param in enumerate(self._numbers):
+            for piece in self.by_param.get(param, ()):
+                dim = split.get(piece.name)
+                whole = (1, 0, 1) if dim is None else (param.shape[dim:].numel(), tensor.rank, tensor.size)
+                found[piece.param] = WholePlace(number, piece.in_param.start, *whole)
+        return found
+
     def own_grads(self, bucket: Bucket) -> list[Tensor]:
         """Return views of the owned gradients of these parameters, without the gradients of other optimizers."""
         grad = bucket.grads.owned
@@ -107,6 +139,12 @@ class OwnedPieces:
                 found.append(Piece(view, in_shard, self.group_of[param], span.name, in_param))
                 self.by_param[param].append(found[-1])
         return found
+
+
+def locate(inner: Any, places: Mapping[nn.Parameter, WholePlace]) -> None:
+    """Give an optimizer the places of its pieces, if it asks for them by a method of this name."""
+    if callable(method := getattr(inner, "locate", None)):
+        method(places)
 
 
 def check_class(optimizer: object) -> None:

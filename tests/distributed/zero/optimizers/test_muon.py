@@ -225,15 +225,15 @@ class PlainCautiousAdamW(torch.optim.AdamW):
 
 
 def train_plain(
-    update: Callable[[str, Tensor, Tensor], object],
+    update: Callable[[str, Tensor, Tensor], object] | None,
     num_steps: int,
     config: ModelConfig = CONFIG,
     adam_type: type[torch.optim.AdamW] = torch.optim.AdamW,
     **adam_settings: Any,
 ) -> dict[str, Tensor]:
-    """Train in one process without ZeRO: `update(name, param, grad)` for matrices, and AdamW for the rest."""
+    """Train in one process without ZeRO: `update(name, param, grad)` for matrices, if given, and AdamW for the rest."""
     gpt = build(Axis.trivial("tensor"), config)
-    matrices = {name: param for name, param in gpt.named_parameters() if is_matrix(name, param)}
+    matrices = {name: param for name, param in gpt.named_parameters() if update and is_matrix(name, param)}
     rest = [param for name, param in gpt.named_parameters() if name not in matrices]
     adam = adam_type(rest, lr=LR, weight_decay=DECAY, betas=BETAS, **adam_settings)
     for step in range(num_steps):

@@ -15,6 +15,7 @@ from parallel.errors import ConfigError
 from parallel.mesh import Mesh
 from parallel.world import imitated_world
 from zero.optimizers.adamw8bit import AdamW8bit
+from zero.optimizers.adamw_bf16 import AdamWBf16
 from zero.optimizers.cautious_adamw import CautiousAdamW
 from zero.optimizers.matrix_updates import MatrixUpdates
 from zero.optimizers.muon import Muon
@@ -33,6 +34,7 @@ BASE = "{data: {path: nowhere}, model: {num_layers: 1, hidden_size: 8, num_heads
         (["--optimizer.name=soap", "--optimizer.soap.refresh_every=3"], Soap),
         (["--optimizer.name=sgd"], torch.optim.SGD),
         (["--optimizer.name=adamw8bit"], AdamW8bit),
+        (["--optimizer.name=adamw_bf16"], AdamWBf16),
         (["--optimizer.name=sgd", "--optimizer.momentum=0", "--optimizer.nesterov=false"], torch.optim.SGD),
     ],
 )
