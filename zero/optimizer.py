@@ -38,7 +38,7 @@ from zero.step.bucket_groups import BucketGroups, PublishedGathers
 from zero.step.bucketed_optimizer import BucketedOptimizer
 from zero.step.grad_norm import GradNorm
 from zero.step.loss_scale import LossScale, SkippedSteps
-from zero.step.pieces import OwnedPieces, OwnedState, Piece, as_groups, check_class, locate
+from zero.step.pieces import OwnedPieces, OwnedState, Piece, as_groups, check_class
 from zero.step.probe import probe_atoms
 from zero.step.unused import UnusedParameters
 
@@ -106,11 +106,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         super().__init__(self.inner.param_groups, self.inner.defaults)
         # Never empty: torch's code for checkpoints steps an optimizer that has no state.
         self.state.update({param: OwnedState(of_param, self.inner) for param, of_param in pieces.by_param.items()})
-        axes = model.shard_axis, self.tensor
-        divided = model.shard_axis, model.replica_axis, self.tensor
-        dims = split_dims(model.module)
-        locate(self.inner, pieces.places(dims, self.tensor))
-        split = {model.module.get_parameter(name) for name in dims}
+        pieces.locate(self.inner, split_dims(model.module), self.tensor)
+        axes, divided = (model.shard_axis, self.tensor), (model.shard_axis, model.replica_axis, self.tensor)
+        split = {model.module.get_parameter(name) for name in split_dims(model.module)}
         scale, in_blocks = self.loss_scale.scale, model.config.policy.adds_leaves
         self.matrices = assembled_updates(
             self.inner, model.module, pieces, divided, model.offload, one_by_one=in_blocks

@@ -33,7 +33,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class WholePlace:
-    """Where the elements of a piece are in the whole parameter, over all tensor ranks: the same in every layout."""
+    """The place of a piece in the whole parameter, over all tensor ranks: an element has one number in all layouts."""
 
     param: int
     """The number of the parameter, in the order of the groups."""
@@ -111,15 +111,15 @@ class OwnedPieces:
         pieces = [piece for of_bucket in self.by_bucket.values() for piece in of_bucket]
         return [group | {"params": [p.param for p in pieces if p.group == n]} for n, group in enumerate(groups)]
 
-    def places(self, split: Mapping[str, int], tensor: Axis) -> dict[nn.Parameter, WholePlace]:
-        """Return the place of each piece; `split` has the dim along which tensor ranks divide a parameter, by name."""
+    def locate(self, inner: Optimizer, split: Mapping[str, int], tensor: Axis) -> None:
+        """Give an optimizer the places of its pieces; `split` has the dim that tensor ranks divide, by name."""
         found = {}
         for number, param in enumerate(self._numbers):
             for piece in self.by_param.get(param, ()):
                 dim = split.get(piece.name)
                 whole = (1, 0, 1) if dim is None else (param.shape[dim:].numel(), tensor.rank, tensor.size)
                 found[piece.param] = WholePlace(number, piece.in_param.start, *whole)
-        return found
+        locate(inner, found)
 
     def own_grads(self, bucket: Bucket) -> list[Tensor]:
         """Return views of the owned gradients of these parameters, without the gradients of other optimizers."""

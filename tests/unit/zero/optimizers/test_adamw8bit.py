@@ -89,7 +89,7 @@ def test_the_first_update_is_that_of_adamw(kind):
 
 
 def test_rounding_is_to_a_neighbor_and_right_in_the_mean():
-    """Of 2^16 equal values each gets other bits, so that their mean has no error but that of its sum."""
+    """Each of 2^16 equal values gets other bits, so that their mean has no error but that of its sum."""
     for value in (1.0 + 2.0**-9, -3.3e-20, 2e-38, 0.0, 7.0):
         values = torch.full((2**16,), value)
         found = rounded(values, torch.arange(2**16)).double()
