@@ -5,7 +5,7 @@ shard, bucket or tensor rank changes them.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,7 @@ from zero.optimizers.compressed_adamw import MOMENTS, CompressedAdamW
 from zero.step.atoms import ELEMENT
 from zero.step.pieces import WholePlace
 
-WORD = 2**32 - 1  # the bits of a hash; it is computed in int64 by products that do not overflow
-IntOrTensor = TypeVar("IntOrTensor", int, Tensor)
+GOLDEN = 0x9E3779B9 - 2**32  # it spreads the numbers of elements over the words of int32
 
 
 class AdamWBf16(CompressedAdamW):
@@ -48,28 +47,26 @@ class AdamWBf16(CompressedAdamW):
 
     def encoded(self, moments: list[Tensor], param: nn.Parameter, elements: slice) -> list[Sequence[Tensor]]:
         """Return the moments, each rounded by one half of the bits of an element."""
-        place, step = self._places[param], self.state[param]["step"].to(torch.int64)
-        key = mixed(mixed(mixed(self.defaults["seed"] & WORD) + place.param & WORD) + step & WORD)
-        bits = mixed((place.numbers(elements, param.device) & WORD) * (0x9E3779B9 - 2**32) + key & WORD)
-        return [(rounded(moment, half),) for moment, half in zip(moments, (bits & 0xFFFF, bits >> 16), strict=True)]
+        place, step = self._places[param], self.state[param]["step"]
+        key = mix_(mix_(step.to(torch.int32) + self.defaults["seed"]) + place.param)
+        bits = mix_(place.numbers(elements, param.device).to(torch.int32).mul_(GOLDEN).add_(key))
+        return [(rounded(moment, half),) for moment, half in zip(moments, (bits, bits >> 16), strict=True)]
 
 
-def mixed(word: IntOrTensor) -> IntOrTensor:
-    """Return a hash of 32 bits of a word of 32 bits, by which each bit of the word changes half of the bits.
+def mix_(words: Tensor) -> Tensor:
+    """Overwrite words of 32 bits by a hash, of which each bit of a word changes half of the bits.
 
-    The constants are those of "lowbias32" (C. Wellons).
+    The constants are those of "lowbias32" (C. Wellons). Products keep their lower 32 bits.
     """
-    word = word ^ (word >> 16)
-    word = (word * 0x7FEB352D) & WORD
-    word = word ^ (word >> 15)
-    word = (word * (0x846CA68B - 2**32)) & WORD
-    return word ^ (word >> 16)
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32), (16, 1)):
+        words.bitwise_xor_((words >> shift).bitwise_and_(2 ** (32 - shift) - 1)).mul_(factor)
+    return words
 
 
 def rounded(values: Tensor, bits: Tensor) -> Tensor:
-    """Return values in bf16: 16 `bits` are added to those that bf16 drops, and a carry rounds away from zero.
+    """Return values in bf16: the lower 16 of `bits` are added to what bf16 drops, and a carry rounds away from zero.
 
     If the bits are random, the mean of the results is the value.
     """
-    words = values.float().view(torch.int32) + bits.to(torch.int32)
-    return (words & -0x10000).view(torch.float32).to(torch.bfloat16)
+    words = (bits & 0xFFFF).add_(values.float().view(torch.int32)).bitwise_and_(-0x10000)
+    return words.view(torch.float32).to(torch.bfloat16)

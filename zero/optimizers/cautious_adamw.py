@@ -50,4 +50,5 @@ class CautiousAdamW(AdamW):
 
 def decay_cautiously(param: Tensor, update: Tensor, factor: Tensor | float) -> None:
     """Multiply the elements by `factor` that become nearer to zero when the update is subtracted."""
-    param.copy_(torch.where(update * param >= 0, param * factor, param))
+    factors = (update * param).ge_(0).mul_(factor - 1).add_(1)  # of NaN, in a step that is skipped, it is 1
+    param.mul_(factors)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from zero.optimizers.cautious_adamw import decay_cautiously
 from zero.optimizers.grouped_adamw import GroupedAdamW
 
-CHUNK = 2**22  # elements that are updated at a time: the temporaries have this length
+CHUNK, CHUNK_OF_CPU = 2**22, 2**18  # elements that are updated at a time: on a CPU, its cache has the temporaries
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -45,8 +45,9 @@ class CompressedAdamW(GroupedAdamW):
         is_kept = self.is_kept(param)
         state["step"].add_(1.0 if is_kept is None else is_kept.to(torch.float32))
         flat, flat_grad = param.detach().view(-1), grad.reshape(-1)
-        for start in range(0, flat.numel(), CHUNK):
-            elements = slice(start, min(start + CHUNK, flat.numel()))
+        chunk = CHUNK_OF_CPU if param.device.type == "cpu" else CHUNK
+        for start in range(0, flat.numel(), chunk):
+            elements = slice(start, min(start + chunk, flat.numel()))
             stored = self.stored(state, elements)
             moments = self.decoded(stored, param.dtype)
             self._update(flat[elements], flat_grad[elements], moments, state["step"], group)

@@ -92,7 +92,7 @@ def test_rounding_is_to_a_neighbor_and_right_in_the_mean():
     """Each of 2^16 equal values gets other bits, so that their mean has no error but that of its sum."""
     for value in (1.0 + 2.0**-9, -3.3e-20, 2e-38, 0.0, 7.0):
         values = torch.full((2**16,), value)
-        found = rounded(values, torch.arange(2**16)).double()
+        found = rounded(values, torch.arange(2**16, dtype=torch.int32)).double()
         assert ((found - values).abs() < 2.0**-7 * abs(value)).all() or found.equal(values.double())
         torch.testing.assert_close(found.mean(), values[0].double(), rtol=1e-12, atol=0)
 
@@ -114,9 +114,9 @@ def test_random_bits_are_a_hash_of_seed_step_parameter_and_element():
             param.grad = torch.linspace(1.0, 1.1 + step, param.numel()).view_as(param)
         optimizer.step()
         for number, (param, before) in enumerate(zip(params, moments, strict=True)):
-            key = hash_of(hash_of(hash_of(5) + number) + step)
+            key = hash_of((hash_of(step + 5) + number) % 2**32)
             bits = torch.tensor([hash_of((n * 0x9E3779B9 + key) % 2**32) for n in range(param.numel())])
-            before.copy_(rounded(before.lerp(param.grad.view(-1), 0.5), bits % 2**16))
+            before.copy_(rounded(before.lerp(param.grad.view(-1), 0.5), (bits % 2**16).int()))
             assert optimizer.state[param]["exp_avg"].view(-1).equal(before.bfloat16())
 
 
