@@ -43,7 +43,7 @@ class CompressedAdamW(GroupedAdamW):
             step = torch.zeros((), dtype=torch.float32, device=param.device)
             state.update(self.new_moments(param), step=step)
         is_kept = self.is_kept(param)
-        state["step"].add_(1.0 if is_kept is None else is_kept.to(torch.float32))
+        state["step"].add_(self.if_kept(1.0, torch.float32))
         flat, flat_grad = param.detach().view(-1), grad.reshape(-1)
         chunk = CHUNK_OF_CPU if param.device.type == "cpu" else CHUNK
         for start in range(0, flat.numel(), chunk):
@@ -57,15 +57,12 @@ class CompressedAdamW(GroupedAdamW):
 
     def _update(self, param: Tensor, grad: Tensor, moments: list[Tensor], step: Tensor, group: dict[str, Any]) -> None:
         """Update some elements and their moments."""
-        (beta1, beta2), is_kept, (first, second) = group["betas"], self.is_kept(param), moments
-        if is_kept is not None:
-            grad = grad.masked_fill(is_kept == 0, 0.0)  # times zero, inf would be NaN
+        (beta1, beta2), kept, (first, second) = group["betas"], self.if_kept(1.0, param.dtype), moments
+        self.clear_if_skipped(grad)
         first.lerp_(grad, 1 - beta1)
         second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
         num_steps = step.to(param.dtype).clamp(min=1)  # 0 if all steps so far were skipped
-        rate, decay = -group["lr"] / (1 - beta1**num_steps), group["lr"] * group["weight_decay"]
-        if is_kept is not None:
-            rate, decay = rate * is_kept, decay * is_kept
+        rate, decay = -group["lr"] * kept / (1 - beta1**num_steps), group["lr"] * group["weight_decay"] * kept
         update = first / (second.sqrt() / (1 - beta2**num_steps).sqrt()).add_(group["eps"])
         if group["cautious_decay"]:
             decay_cautiously(param, update, 1 - decay)

@@ -12,6 +12,7 @@ applied while the last ones return.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -126,8 +127,7 @@ class MatrixUpdates(AssembledUpdates):
         self.buckets = {bucket for bucket in pieces.by_bucket if not params.keys().isdisjoint(bucket.grads.parts)}
         """The buckets in which any rank owns a stretch of a matrix: the same on all ranks."""
         self._split = split_dims(module)
-        of_repetitions = {n for n in groups if inner.param_groups[n].get("per_repetition", False)}
-        self.matrices = _matrices(module, pieces.flats, params, tensor.size, of_repetitions)
+        self.matrices = _matrices(module, pieces.flats, params, tensor.size, inner.param_groups)
         """All matrices, in the order of the layout."""
         # States of whole matrices are saved by one of the replicas, which then has to have all of them. The parts of
         # replicas are as long as the longest one: with fewer matrices than ranks they would be mostly padding.
@@ -255,12 +255,9 @@ def _matrices(
     flats: Sequence[FlatParameters],
     params: Mapping[nn.Parameter, int],
     tensor_size: int,
-    of_repetitions: Set[int],
+    groups: Sequence[Mapping[str, Any]],
 ) -> list[Matrix]:
-    """Return the matrices of parameters, in the order of the layout; `params` has the number of the group of each.
-
-    Each repetition of packed rows has matrices of its own in the groups `of_repetitions`.
-    """
+    """Return the matrices of parameters, in the order of the layout; `params` has the number of the group of each."""
     split, packed = split_dims(module), packed_rows(module)
     spans = [item for flat in flats for item in zip(flat.params, flat.layout.spans, strict=True) if item[0] in params]
     return [
@@ -273,7 +270,7 @@ def _matrices(
             packed.get(span.name),
             split.get(span.name),
             tensor_size,
-            per_repetition=params[param] in of_repetitions,
+            per_repetition=groups[params[param]].get("per_repetition", False),
         )
     ]
 
