@@ -52,6 +52,8 @@ def moment_bytes(optimizer: OptimizerSettings, model: ModelConfig, tensor_size: 
     match optimizer.name:
         case "adamw8bit":  # two bytes, and two scales for a block
             updated, state_bytes = matrices, (2 + OF_ADAM / BLOCK) * sum(numel for _, _, numel in matrices)
+        case "adamw_bf16":
+            updated, state_bytes = matrices, OF_ADAM / 2 * sum(numel for _, _, numel in matrices)
         case "muon":
             updated, state_bytes = hidden, BYTES * sum(numel for _, _, numel in hidden)
             if optimizer.muon.row_beta is not None:  # tensor ranks divide the states of whole matrices
@@ -61,8 +63,6 @@ def moment_bytes(optimizer: OptimizerSettings, model: ModelConfig, tensor_size: 
             updated, state_bytes = hidden, BYTES * sum(whole) / tensor_size
         case "sgd":
             return float(BYTES * bool(optimizer.momentum))
-        case "adamw_bf16":
-            return float(OF_ADAM / 2)
         case "adamw":
             return float(OF_ADAM)
         case unknown:

@@ -401,7 +401,7 @@ def _sgd(settings: OptimizerSettings, _offload: Offload) -> ChosenOptimizer:
 OPTIMIZERS = {
     "adamw": OptimizerRow(_adamw),
     "adamw8bit": OptimizerRow(_adamw8bit, lambda _name, param: param.dim() > 1),
-    "adamw_bf16": OptimizerRow(_adamw_bf16),
+    "adamw_bf16": OptimizerRow(_adamw_bf16, lambda _name, param: param.dim() > 1),
     "muon": OptimizerRow(_muon, is_hidden_matrix),
     "soap": OptimizerRow(_soap, is_hidden_matrix),
     "sgd": OptimizerRow(_sgd),

@@ -73,7 +73,7 @@ class OptimizerSettings:
     GPUs without offloaded optimizer states. A run may resume with the other one."""
     name: Literal["adamw", "adamw8bit", "adamw_bf16", "muon", "soap", "sgd"] = "adamw"
     """adamw: AdamW for all parameters; adamw8bit: AdamW with moments of 8 bits, and of fp32 for norms and biases;
-    adamw_bf16: AdamW with moments in bf16, rounded at random; muon: Muon for the matrices inside of the blocks, and
+    adamw_bf16: the same with moments in bf16, rounded at random; muon: Muon for the matrices inside of the blocks, and
     AdamW for the rest; soap: SOAP and AdamW in the same way; sgd: SGD with momentum."""
     momentum: BelowOne = 0.95
     """Decay rate of the momentum of muon and sgd."""

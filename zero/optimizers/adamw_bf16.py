@@ -49,7 +49,7 @@ class AdamWBf16(CompressedAdamW):
         """Return the moments, each rounded by one half of the bits of an element."""
         place, step = self._places[param], self.state[param]["step"]
         key = mix_(mix_(step.to(torch.int32) + self.defaults["seed"]) + place.param)
-        bits = mix_(place.numbers(elements, param.device).to(torch.int32).mul_(GOLDEN).add_(key))
+        bits = mix_(place.numbers(elements, param.device).mul_(GOLDEN).add_(key))
         return [(rounded(moment, half),) for moment, half in zip(moments, (bits, bits >> 16), strict=True)]
 
 
@@ -58,9 +58,9 @@ def mix_(words: Tensor) -> Tensor:
 
     The constants are those of "lowbias32" (C. Wellons). Products keep their lower 32 bits.
     """
-    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32), (16, 1)):
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32)):
         words.bitwise_xor_((words >> shift).bitwise_and_(2 ** (32 - shift) - 1)).mul_(factor)
-    return words
+    return words.bitwise_xor_((words >> 16).bitwise_and_(2**16 - 1))
 
 
 def rounded(values: Tensor, bits: Tensor) -> Tensor:

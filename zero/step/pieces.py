@@ -38,7 +38,7 @@ class WholePlace:
     param: int
     """The number of the parameter, in the order of the groups."""
     start: int = 0
-    """The first element, counted in the parameter of this tensor rank."""
+    """The first element, counted in the parameter of this tensor rank, or in the whole one if `num_parts` is 1."""
     run: int = 1
     """The number of elements of this tensor rank between those of others."""
     part: int = 0
@@ -47,9 +47,12 @@ class WholePlace:
     """The number of tensor ranks that divide the parameter."""
 
     def numbers(self, elements: slice, device: torch.device) -> Tensor:
-        """Return the numbers of some elements of the piece in the whole parameter."""
-        own = torch.arange(self.start + elements.start, self.start + elements.stop, device=device)
-        return own if self.num_parts == 1 else own + (own // self.run * (self.num_parts - 1) + self.part) * self.run
+        """Return the numbers of some elements of the piece in the whole parameter, of which int32 has the last bits."""
+        first, count = self.start + elements.start, elements.stop - elements.start
+        if self.num_parts == 1:
+            return torch.arange(count, dtype=torch.int32, device=device).add_((first + 2**31) % 2**32 - 2**31)
+        own = torch.arange(first, first + count, device=device)
+        return (own + (own // self.run * (self.num_parts - 1) + self.part) * self.run).to(torch.int32)
 
 
 class OwnedState(Mapping[str, Any]):
@@ -116,9 +119,12 @@ class OwnedPieces:
         found = {}
         for number, param in enumerate(self._numbers):
             for piece in self.by_param.get(param, ()):
-                dim = split.get(piece.name)
-                whole = (1, 0, 1) if dim is None else (param.shape[dim:].numel(), tensor.rank, tensor.size)
-                found[piece.param] = WholePlace(number, piece.in_param.start, *whole)
+                dim, start = split.get(piece.name), piece.in_param.start
+                if dim:
+                    place = WholePlace(number, start, param.shape[dim:].numel(), tensor.rank, tensor.size)
+                else:  # each tensor rank has all of it, or consecutive elements
+                    place = WholePlace(number, start + (dim == 0) * tensor.rank * param.numel())
+                found[piece.param] = place
         locate(inner, found)
 
     def own_grads(self, bucket: Bucket) -> list[Tensor]:

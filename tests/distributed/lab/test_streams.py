@@ -57,7 +57,7 @@ FACTORS = {
     "store": ["none", "selective", "keep", "partition", "partition_host"],
     "offload": [*OFFLOADS],
     "precision": ["bf16", "fp32"],
-    "optimizer": ["adamw", "adamw8bit", "muon", "soap"],
+    "optimizer": ["adamw", "adamw8bit", "adamw_bf16", "muon", "soap"],
     "others": [
         "",
         "--parallel.sequence_parallel=true",

@@ -54,7 +54,8 @@ def test_the_optimizer_is_that_of_the_settings(arguments, kind):
         for param in group["params"]:
             assert group["weight_decay"] == (settings.optimizer.weight_decay if param.dim() > 1 else 0)
             is_hidden = names[param].startswith("blocks.") and names[param].endswith("weight") and param.dim() == 2
-            expected = {Muon: is_hidden, Soap: is_hidden, AdamW8bit: param.dim() > 1}.get(kind, True)
+            is_large = param.dim() > 1
+            expected = {Muon: is_hidden, Soap: is_hidden, AdamW8bit: is_large, AdamWBf16: is_large}.get(kind, True)
             assert ("update" not in group) == expected
     # q, k and v of the only layer, or of its two heads, and its projection, up and down
     updates, num_heads = optimizer.matrices, 2 if settings.optimizer.muon.per_head else 1
