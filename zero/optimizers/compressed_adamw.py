@@ -57,15 +57,16 @@ class CompressedAdamW(GroupedAdamW):
 
     def _update(self, param: Tensor, grad: Tensor, moments: list[Tensor], step: Tensor, group: dict[str, Any]) -> None:
         """Update some elements and their moments."""
-        (beta1, beta2), kept, (first, second) = group["betas"], self.if_kept(1.0, param.dtype), moments
+        (beta1, beta2), (first, second) = group["betas"], moments
         self.clear_if_skipped(grad)
         first.lerp_(grad, 1 - beta1)
         second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
         num_steps = step.to(param.dtype).clamp(min=1)  # 0 if all steps so far were skipped
-        rate, decay = -group["lr"] * kept / (1 - beta1**num_steps), group["lr"] * group["weight_decay"] * kept
+        rate = -group["lr"] / (1 - beta1**num_steps) * self.if_kept(1.0, param.dtype)
+        factor = self.if_kept(1 - group["lr"] * group["weight_decay"], param.dtype, otherwise=1.0)
         update = first / (second.sqrt() / (1 - beta2**num_steps).sqrt()).add_(group["eps"])
         if group["cautious_decay"]:
-            decay_cautiously(param, update, 1 - decay)
+            decay_cautiously(param, update, factor)
         else:
-            param.mul_(1 - decay)
+            param.mul_(factor)
         param.addcmul_(update, rate)
