@@ -37,7 +37,7 @@ from parallel.launch.membership import (
     next_start,
     start_to_join,
 )
-from parallel.launch.node_facts import Job, NodeFacts, find_facts, find_problems, marked
+from parallel.launch.node_facts import MARK_SECONDS, Job, NodeFacts, find_facts, find_problems, marked
 from parallel.launch.preflight import DescribeJob, arguments_only, split_words
 from parallel.launch.route import find_route, resolve
 from parallel.launch.signals import take_warnings
@@ -189,10 +189,9 @@ class Agent:
             self._become(start=start.start, members=start.members, state="ended", code=code)
             return
         try:
+            until, nodes = time.monotonic() + MARK_SECONDS, [node for node in start.members if node != self._own.node]
             with marked(Path(self._own_facts.disk)) as mark:
-                others = [
-                    NodeFacts(**self._peers.facts(node, mark)) for node in start.members if node != self._own.node
-                ]
+                others = [NodeFacts(**self._peers.facts(node, mark, until)) for node in nodes]
         except (OSError, HTTPException):
             return  # the node has just been lost: the records are read again
         if problems := find_problems([self._own_facts, *others]) if self._options.check else []:
