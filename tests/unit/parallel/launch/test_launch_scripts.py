@@ -191,7 +191,7 @@ def test_slurm_runs_torchrun_on_every_node_of_the_job(stubs):
     code, calls, said = launch("slurm.sbatch", stubs, "--train.steps=5", **slurm())
     assert code == 0
     step = next(call for call in calls if call.words[:2] == ["noted", "srun"])
-    assert {"--kill-on-bad-exit=1", "--wait=600", "--cpu-bind=none", "--cpus-per-task=96"} < set(step.words)
+    assert {"--export=ALL", "--kill-on-bad-exit=1", "--wait=600", "--cpu-bind=none"} < set(step.words)
     assert step.words[-3:] == ["--label", "scripts/launch/torchrun.sh", "--train.steps=5"]
     starts = [call for call in calls if "parallel.launch" in call.words]
     assert [call.node for call in starts] == ["n1", "n2"]
@@ -332,6 +332,23 @@ def test_an_older_torchrun_does_not_get_an_option_that_it_lacks(monkeypatch):
     monkeypatch.setattr(run, "get_args_parser", argparse.ArgumentParser)
     launcher.main(["program.py"])
     assert started.call_args.args == (["program.py"],)
+
+
+def test_the_packages_are_installed_also_on_a_disk_without_locks(tmp_path):
+    programs = {"python": "#!/bin/sh\n[ $1 = -c ] && echo the same\ntrue", "pip": "", "activate": ""}
+    programs["flock"] = "#!/bin/sh\necho flock: Function not implemented >&2\nexit 1"
+    for folder in (tmp_path / ".venv" / "bin", tmp_path / "scripts"):
+        folder.mkdir(parents=True)
+    for name, source in programs.items():
+        (tmp_path / ".venv" / "bin" / name).write_text(source)
+        (tmp_path / ".venv" / "bin" / name).chmod(0o755)
+    for name in ("requirements.txt", "scripts/setup.sh"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    variables = {"PATH": f"{tmp_path}/.venv/bin:{os.environ['PATH']}"}
+    command = ["bash", str(tmp_path / "scripts" / "setup.sh")]
+    ended = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)
+    assert "setup: no lock on this disk; run scripts/setup.sh once" in ended.stderr
+    assert (tmp_path / ".venv" / "complete").read_text() == "the same\n"
 
 
 def test_the_scripts_pass_shellcheck():
