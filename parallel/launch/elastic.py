@@ -26,7 +26,7 @@ from uuid import uuid4
 import torch.distributed as dist
 
 from parallel import watchdog
-from parallel.errors import ConfigError
+from parallel.errors import ConfigError, exit_on_config_error
 from parallel.launch.membership import (
     Limits,
     Peers,
@@ -41,7 +41,7 @@ from parallel.launch.node_facts import MARK_SECONDS, Job, NodeFacts, find_facts,
 from parallel.launch.preflight import DescribeJob, arguments_only, split_words
 from parallel.launch.route import find_route, resolve
 from parallel.launch.signals import take_warnings
-from parallel.world import EXIT_USER_ERROR, LAUNCH_VARIABLE, exit_with_error
+from parallel.world import EXIT_USER_ERROR, LAUNCH_VARIABLE
 
 POLL_SECONDS = 0.25
 JOIN_SECONDS = 30.0  # in which a member must begin a start that the leader has published
@@ -342,7 +342,5 @@ def main(
 
 
 if __name__ == "__main__":
-    try:
+    with exit_on_config_error():
         main(sys.argv[1:])
-    except ConfigError as error:
-        exit_with_error(error)

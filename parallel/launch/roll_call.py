@@ -16,7 +16,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from parallel.errors import ConfigError
+from parallel.errors import ConfigError, first_line
 from parallel.launch.node_facts import MARK_SECONDS, NodeFacts, find_problems, sees
 
 NUM_CLOCK_REQUESTS = 5
@@ -32,7 +32,7 @@ def connect(endpoint: tuple[str, int], is_host: bool, node: str, wait_seconds: f
     except (RuntimeError, OSError) as error:
         if is_host:
             raise ConfigError(
-                f"{node}: port {port} cannot be served here ({_first_line(error)}); choose another"
+                f"{node}: port {port} cannot be served here ({first_line(error)}); choose another"
             ) from error
         raise ConfigError(
             f"{node}: {address}:{port} cannot be reached within {wait_seconds:g} s: start the first node, and let "
@@ -57,7 +57,7 @@ def report_facts(store: dist.Store, facts: NodeFacts, num_nodes: int, wait_secon
         return json.loads(store.get("nodes/verdict"))
     except (RuntimeError, ValueError) as error:
         raise ConfigError(
-            f"{facts.name}: the first node has ended, or does not answer: {_first_line(error)}; see its output"
+            f"{facts.name}: the first node has ended, or does not answer: {first_line(error)}; see its output"
         ) from error
     finally:
         _sign_off(store)
@@ -132,8 +132,3 @@ def _wait_until_read(store: dist.Store, num_others: int, seconds: float) -> None
     deadline = time.monotonic() + seconds
     while store.add("nodes/num_left", 0) < num_others and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
-
-
-def _first_line(error: Exception) -> str:
-    """Return the first line of an error, without the C++ stack that torch appends."""
-    return str(error).splitlines()[0][:200]
