@@ -65,6 +65,7 @@ def lose_and_restart(nodes: list[Node], prefix: Path, folder: Path) -> tuple[Ste
         for node in nodes:
             node.set_link(is_up=True)
             node.kill_processes()  # as a scheduler does with processes that a job has left
+        job.end()
         found[what] = code, start(nodes, settings, run_dir).run_to_end()
     return undisturbed, found
 
