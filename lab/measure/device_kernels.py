@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import cycle, product
+from itertools import chain, cycle, product
 from statistics import median
 from typing import Self
 
@@ -131,7 +131,8 @@ def measure_kernels(device: torch.device) -> list[MeasuredKernel]:
     """Measure the kernels of a training step by size and type."""
     found = []
     for dtype in DTYPES:
-        for actions in (*_moving(device, dtype), *_products(device, dtype), *_attentions(device, dtype)):
+        # One after the other: the inputs of all actions together do not fit the memory of a device.
+        for actions in chain(_moving(device, dtype), _products(device, dtype), _attentions(device, dtype)):
             turn = cycle(actions)
             seconds = _seconds_each(lambda turn=turn: next(turn)(), device)  # type: ignore[misc]
             found.append(MeasuredKernel(replace(largest_kernel(actions[0]), dtype=dtype), seconds))

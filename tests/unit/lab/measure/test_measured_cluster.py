@@ -19,6 +19,7 @@ from lab.measure.kernel_costs import kernel_seconds
 from lab.measure.measured_cluster import reserved_bytes, write_cluster
 from lab.measure.reference_step import Shape
 from lab.observe.kernel_log import Kernel
+from lab.observe.memory_tracker import MemoryTracker
 from parallel.errors import ConfigError
 
 CLUSTER = ClusterSpec.load(Path(__file__).resolve().parents[4] / "configs/clusters/dgx-a100.yaml")
@@ -69,8 +70,9 @@ def test_what_cuda_takes_of_a_device_is_what_torch_and_the_free_memory_leave():
 def test_measured_kernels_are_those_that_a_step_runs():
     cpu = torch.device("cpu")
     small = {"NUMELS": {"cpu": (2**10,)}, "BUDGET_SECONDS": 0.0, "LAYERS": {"cpu": ((8, 16, 32),)}}
-    with mock.patch.multiple(device_kernels, ATTENTIONS={"cpu": ((2, 8, 8),)}, **small):
+    with mock.patch.multiple(device_kernels, ATTENTIONS={"cpu": ((2, 8, 8),)}, **small), MemoryTracker(cpu) as tracker:
         measured = device_kernels.measure_kernels(cpu)
+    assert tracker.device.peak_total < 64 * 2**12, "the inputs of one kernel at a time, eight of 4 KiB for each"
     names = {curve.name for curve in DeviceKernels(measured, 0.0, {}).curves}
     kernels = [one.kernel for one in measured]
     assert len(names) == 2 * len(KERNELS), "each kernel has its own curve in both types"
