@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from parallel.errors import ConfigError
 from parallel.mesh import Axis
 from parallel.tensor.split_parameters import split_dims
-from zero.dcp.chunked_tensor import Chunk, ChunkedTensor
+from zero.buckets.chunked_tensor import Chunk, ChunkedTensor
 from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
 from zero.partition.layout import rectangles
