@@ -41,7 +41,7 @@ FLOORS = {
     "zero/optimizers":      "parallel parallel/tensor zero/partition zero/memory zero/buckets zero/step",
     "zero/state":           "parallel parallel/tensor zero zero/partition zero/memory zero/formulas zero/buckets "
                             "zero/optimizers zero/step",
-    "zero/dcp":             "parallel parallel/tensor zero zero/partition zero/buckets zero/step zero/state",
+    "zero/dcp":             "parallel zero zero/partition zero/step zero/state",
 
     "gpt/shape":            "parallel parallel/tensor",
     "gpt/kernels":          "parallel gpt/shape",
