@@ -272,16 +272,9 @@ class ZeroDataParallel(nn.Module):
         They are views, which `torch.distributed.checkpoint` saves and loads into; `full_tensor()` gathers one. Raises
         ConfigError if a parameter is complex.
         """
-        for optimizer in self.reducer.users.params_of:
-            optimizer.take_changes()
-        chunks = self.parameter_chunks()
+        self._take_changes()
         state = self.module.state_dict(*args, destination=destination, prefix=prefix, keep_vars=True)
-        weights = chunks.weights(self.flats)
-        for name, value in list(state.items()):
-            if isinstance(value, nn.Parameter) and value in chunks.names:
-                state[name] = weights[chunks.names[value]]
-            elif isinstance(value, Tensor) and not keep_vars:
-                state[name] = value.detach()
+        state.update(self._shards(state))
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -290,7 +283,9 @@ class ZeroDataParallel(nn.Module):
         All ranks call it, with the same keys. Returns keys that are missing and unexpected, and raises RuntimeError for
         these if it is `strict`, and ConfigError if a tensor does not fit.
         """
-        shards = {name: value for name, value in self.state_dict().items() if isinstance(value, ChunkedTensor)}
+        if not any(isinstance(value, ChunkedTensor) for value in state_dict.values()):
+            self._take_changes()  # shards may have been loaded in place, and parameters be older than master weights
+        shards = self._shards(self.module.state_dict(keep_vars=True))
         others = {name: value for name, value in state_dict.items() if name not in shards}
         keys = self.module.load_state_dict(others, strict=False, assign=assign)
         keys.missing_keys[:] = [name for name in keys.missing_keys if name not in state_dict]
@@ -304,6 +299,17 @@ class ZeroDataParallel(nn.Module):
                 if name in state_dict:
                     shard.load(name, state_dict[name])
         return keys
+
+    def _take_changes(self) -> None:
+        for optimizer in self.reducer.users.params_of:
+            optimizer.take_changes()
+
+    def _shards(self, state: Mapping[str, Any]) -> dict[str, ChunkedTensor]:
+        """Return the shards of the parameters in a state of the module, by their keys."""
+        chunks = self.parameter_chunks()
+        weights = chunks.weights(self.flats)
+        params = {name: value for name, value in state.items() if isinstance(value, nn.Parameter)}
+        return {name: weights[chunks.names[param]] for name, param in params.items() if param in chunks.names}
 
     def named_modules(self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True) -> Any:
         """Iterate over modules; names of parameters are those that the module inside this one gives them."""

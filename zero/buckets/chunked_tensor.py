@@ -62,7 +62,7 @@ class ChunkedTensor(Tensor):
         if func is aten.new_empty.default:  # its rectangles are copied as attributes of the tensor
             return cls(self.shape, [], self.dtype, (kwargs or {}).get("device", self.device))
         if func not in (aten.detach.default, aten.clone.default, aten._to_copy.default):
-            raise TypeError(
+            raise RuntimeError(  # of a TypeError Python would make one that says nothing
                 f"{func} was called with a tensor of which this rank has a part; call `full_tensor()` first"
             )
         chunks = [Chunk(offsets, func(values, **kwargs or {})) for offsets, values in self.chunks]

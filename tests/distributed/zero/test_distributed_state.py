@@ -164,15 +164,15 @@ class App(Stateful):
         set_state_dict(*self.both, model_state_dict=state["model"], optim_state_dict=state["optim"])
 
 
-class Plain(App):
-    def state_dict(self) -> dict[str, Any]:
-        model, optimizer = self.both
-        return {"model": model.state_dict(), "optim": optimizer.state_dict()}
+def save_plain(folder: Path, model: Any, optimizer: Any) -> None:
+    dcp.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, checkpoint_id=folder)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        model, optimizer = self.both
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optim"])
+
+def load_plain(folder: Path, model: Any, optimizer: Any) -> None:
+    state = {"model": model.state_dict(), "optim": optimizer.state_dict()}
+    dcp.load(state, checkpoint_id=folder)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optim"])
 
 
 def save_whole(folder: Path, model: Any, optimizer: Any) -> None:
@@ -193,10 +193,7 @@ def load_whole(folder: Path, model: Any, optimizer: Any) -> None:
 
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 WAYS = {
-    "state_dict": (
-        lambda folder, *both: dcp.save(Plain(*both).state_dict(), checkpoint_id=folder),
-        lambda folder, *both: dcp.load({"app": Plain(*both)}, checkpoint_id=folder),
-    ),
+    "state_dict": (save_plain, load_plain),
     "get_state_dict": (
         lambda folder, *both: dcp.save({"app": App(*both)}, checkpoint_id=folder),
         lambda folder, *both: dcp.load({"app": App(*both)}, checkpoint_id=folder),
@@ -228,7 +225,7 @@ def go_on(way: str, before: Path | None, after: Path, stage: int) -> tuple[dict[
     return whole, list(steps(model, optimizer, range(3, 8), *place))
 
 
-@pytest.mark.parametrize(("way", "first"), zip(WAYS, range(4), strict=True))
+@pytest.mark.parametrize(("way", "first"), list(zip(WAYS, range(4), strict=True)))
 def test_state_dicts_go_through_any_number_of_ranks_and_stage_bit_by_bit(tmp_path: Path, way: str, first: int):
     ((expected, losses), *_) = run_ranks(2, go_on, way, None, tmp_path / "2", first)
     assert expected["1.weight"].dtype == torch.float32
@@ -347,7 +344,7 @@ def refusals(folder: Path) -> None:
     with pytest.raises(ConfigError, match="full_state_dict=True of set_optimizer_state_dict cannot divide"):
         set_optimizer_state_dict(model, optimizer, moments, options=whole)
     for use in (lambda part: part + 1, lambda part: torch.save(part, folder / "part.pt")):
-        with pytest.raises(TypeError, match=r"`full_tensor\(\)`"):
+        with pytest.raises((RuntimeError, TypeError), match=r"`full_tensor\(\)`"):
             use(state["3.weight"])
     del optimizer
     with pytest.raises(ConfigError, match="is not one value for each element"):
