@@ -38,7 +38,7 @@ def run_program(*words: str) -> None:
         importlib.import_module(module).main()
 
 
-def start_forked(said: Path, function: Callable[..., None], *args: str, **environment: str) -> BaseProcess:
+def start_forked(said: Path, function: Callable[..., None], *args: object, **environment: str) -> BaseProcess:
     """Start a function, such as `run_program`, in a process of its own that need not import torch again.
 
     What it prints goes to the file `said`.
@@ -46,7 +46,7 @@ def start_forked(said: Path, function: Callable[..., None], *args: str, **enviro
     return start_process("forkserver", run_forked, said, environment, function, *args)
 
 
-def run_forked(said: Path, environment: dict[str, str], function: Callable[..., None], *args: str) -> None:
+def run_forked(said: Path, environment: dict[str, str], function: Callable[..., None], *args: object) -> None:
     with said.open("wb") as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())
