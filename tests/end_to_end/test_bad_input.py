@@ -16,8 +16,8 @@ from gpt.settings.parser import parse_settings
 from parallel.errors import ConfigError
 from parallel.world import start_world
 from pretrain_gpt import pretrain
-from tests.end_to_end.runs import options, run_on_rank
-from tests.programs import run_python
+from tests.end_to_end.runs import options, run_on_rank, said_by, started_ranks
+from tests.programs import run_program, run_python, wait_for_end
 from tests.ranks import run_ranks
 
 
@@ -119,13 +119,6 @@ def flip_a_bit(file: Path) -> None:
     file.write_bytes(content)
 
 
-@pytest.mark.full
-def test_a_mistake_that_all_ranks_see_is_printed_once(corpus, tmp_path):
-    arguments = options(corpus, tmp_path / "run", train__global_batch_size=6)
-    assert_told_once(arguments, r"train.global_batch_size=6 is not divisible by .* = 4; choose 8")
-    assert not (tmp_path / "run").exists()
-
-
 def test_the_error_of_one_rank_is_printed_and_the_other_rank_ends_without_one(tmp_path):
     """One rank gets a sample with an id outside the vocabulary, while the other waits for it in a collective."""
     with IndexedWriter(tmp_path / "bad", np.dtype(np.uint16)) as writer:
@@ -133,16 +126,26 @@ def test_the_error_of_one_rank_is_printed_and_the_other_rank_ends_without_one(tm
             writer.add(np.full(17, 5000 if number % 100 == 99 else 7, dtype=np.uint16), np.array([17]))
     settings = {"train__global_batch_size": 4, "train__eval_samples": 0, "train__steps": 50}
     arguments = options(tmp_path / "bad", tmp_path / "run", **settings)
-    assert_told_once(arguments, r"token id 5000 in sample \d+ .*bad.bin.* is outside model.vocab_size=300")
+    with started_ranks(tmp_path, run_program, "pretrain_gpt.py", *arguments) as ranks:
+        assert [wait_for_end(rank) for rank in ranks] == [2, 2]
+    said = "".join(said_by(tmp_path, rank).read_text() for rank in range(2))
+    assert_told_once(said, r"token id 5000 in sample \d+ .*bad.bin.* is outside model.vocab_size=300")
 
 
-def assert_told_once(arguments: list[str], message: str) -> None:
-    """Run the program on two ranks, and check what they and their launcher write to stderr until it has ended."""
+@pytest.mark.full
+def test_a_mistake_that_all_ranks_see_is_printed_once(corpus, tmp_path):
+    arguments = options(corpus, tmp_path / "run", train__global_batch_size=6)
     torchrun = "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"
-    errors = run_python(*torchrun, "pretrain_gpt.py", *arguments).stderr
-    told = re.findall(r"^error: .*", errors, re.MULTILINE)
-    assert len(told) == 1, errors
+    said = run_python(*torchrun, "pretrain_gpt.py", *arguments).stderr
+    assert_told_once(said, r"train.global_batch_size=6 is not divisible by .* = 4; choose 8")
+    assert re.search(r"exitcode\s*: 2", said)
+    assert not (tmp_path / "run").exists()
+
+
+def assert_told_once(said: str, message: str) -> None:
+    """Check what ranks have printed, and their launcher if there is one."""
+    told = re.findall(r"^error: .*", said, re.MULTILINE)
+    assert len(told) == 1, said
     assert re.search(message, told[0]), told[0]
-    assert re.search(r"exitcode\s*: 2", errors)
-    assert "RuntimeError" not in errors
-    assert "Error: " not in errors.replace("ChildFailedError: ", "")
+    assert "RuntimeError" not in said
+    assert "Error: " not in said.replace("ChildFailedError: ", "")

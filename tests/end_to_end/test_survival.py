@@ -10,13 +10,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
-import torch.distributed as dist
 from torch import Tensor
 
 import pretrain_gpt
@@ -29,17 +27,15 @@ from lab.faults.failing_run import Fault
 from parallel.errors import ConfigError
 from parallel.world import start_world
 from pretrain_gpt import pretrain
-from tests.end_to_end.runs import PLAIN, TWO_RANKS, options, run
+from tests.end_to_end.runs import PLAIN, TWO_RANKS, options, run, said_by, started_ranks
 from tests.programs import (
     HANG_SECONDS,
     ROOT,
     files_of_at_most,
     run_program,
     run_python,
-    start_forked,
     wait_for_end,
 )
-from tests.ranks import MASTER_ADDRESS, torchrun_environment
 
 LONG = {"train__steps": 10_000, "model__dropout": 0.1} | PLAIN
 
@@ -78,28 +74,6 @@ def test_a_run_that_is_killed_equals_an_undisturbed_one(corpus, tmp_path, num_st
         "data.path": str(corpus),
     }
     assert last["progress"]["step"] == num_steps
-
-
-@contextmanager
-def started_ranks(
-    folder: Path, function: Callable[..., None], *args: str, **environment: str
-) -> Iterator[list[BaseProcess]]:
-    """Call a function in two processes of their own, which write what they print to `folder`, with torchrun's ranks."""
-    store = dist.TCPStore(MASTER_ADDRESS, 0, is_master=True, wait_for_workers=False)
-    ranks = [
-        start_forked(said_by(folder, rank), function, *args, **torchrun_environment(rank, 2, store.port) | environment)
-        for rank in range(2)
-    ]
-    try:
-        yield ranks
-    finally:
-        for process in ranks:
-            process.kill()
-            process.join()
-
-
-def said_by(folder: Path, rank: int) -> Path:
-    return folder / f"rank-{rank}.txt"
 
 
 def wait_for_steps(run_dir: Path, number: int, is_running: Callable[[], bool]) -> None:
