@@ -58,7 +58,7 @@ def train(
         convert(module)
     model = ZeroDataParallel(module, mesh.data, config)
     optimizer = ZeroOptimizer(model, torch.optim.AdamW, fused=True)
-    for _ in range(4):  # by the fourth the execution order is known, and the ranks have agreed on it
+    for _ in range(4 if stage == 3 else 2):  # by the fourth the order of units is known, and the ranks agree on it
         mesh.log.clear()
         before = bytes_written()
         with model.accumulate(num_micro_batches):
