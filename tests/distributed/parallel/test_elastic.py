@@ -134,7 +134,6 @@ def test_nodes_that_differ_end_the_job_before_its_first_start(make_nodes):
     assert nodes.sizes(1) == []
 
 
-@pytest.mark.full  # tests/unit/parallel/launch/test_membership.py has the decisions
 def test_ranks_that_fail_again_end_the_job_with_their_code(make_nodes):
     nodes = make_nodes(2, "--max_restarts=1")
     (nodes.folder / "end-rank-0").write_text("7")
@@ -142,7 +141,6 @@ def test_ranks_that_fail_again_end_the_job_with_their_code(make_nodes):
     assert nodes.sizes(3) == []
 
 
-@pytest.mark.full
 def test_a_node_that_fails_again_is_left_out(make_nodes):
     nodes = make_nodes(3, "--max_failures=1")
     nodes.wait_for(1, 3)
