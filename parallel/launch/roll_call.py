@@ -10,14 +10,14 @@ the same list, so either all of them start the job or none does.
 import json
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
-from pathlib import Path
 
 import torch.distributed as dist
 
-from parallel.errors import ConfigError
-from parallel.launch.node_facts import NodeFacts, find_problems
+from parallel.errors import ConfigError, first_line
+from parallel.launch.node_facts import MARK_SECONDS, NodeFacts, find_problems, sees
 
 NUM_CLOCK_REQUESTS = 5
 POLL_SECONDS = 0.002
@@ -32,7 +32,7 @@ def connect(endpoint: tuple[str, int], is_host: bool, node: str, wait_seconds: f
     except (RuntimeError, OSError) as error:
         if is_host:
             raise ConfigError(
-                f"{node}: port {port} cannot be served here ({_first_line(error)}); choose another"
+                f"{node}: port {port} cannot be served here ({first_line(error)}); choose another"
             ) from error
         raise ConfigError(
             f"{node}: {address}:{port} cannot be reached within {wait_seconds:g} s: start the first node, and let "
@@ -50,17 +50,25 @@ def report_facts(store: dist.Store, facts: NodeFacts, num_nodes: int, wait_secon
     try:
         # The clocks are compared before the facts are set: as soon as it has all facts, the first node stops replying.
         facts = replace(facts, clock_seconds=_clock_difference(store, number))
-        mark = store.get("nodes/mark").decode()
-        facts = replace(facts, shares_folder=not mark or Path(mark).exists())
+        is_shared = sees(store.get("nodes/mark").decode(), min(MARK_SECONDS, wait_seconds / 2))
+        facts = replace(facts, shares_folder=is_shared)
         store.set(f"nodes/facts/{number}", json.dumps(asdict(facts)))
         store.wait(["nodes/verdict"], timedelta(seconds=2 * wait_seconds))
         return json.loads(store.get("nodes/verdict"))
     except (RuntimeError, ValueError) as error:
         raise ConfigError(
-            f"{facts.name}: the first node has ended, or does not answer: {_first_line(error)}; see its output"
+            f"{facts.name}: the first node has ended, or does not answer: {first_line(error)}; see its output"
         ) from error
     finally:
-        _sign_off(store)
+        # Tells the first node, which serves the store for so long, that this one has read the verdict.
+        with suppress(RuntimeError, ValueError):
+            store.add("nodes/num_left", 1)
+
+
+def wait_for_end(store: dist.Store, seconds: float) -> None:
+    """Wait until the first node has ended, and its store with it, or the time is over."""
+    with suppress(RuntimeError):
+        store.wait(["nodes/end"], timedelta(seconds=seconds))
 
 
 def collect_facts(
@@ -85,7 +93,9 @@ def collect_facts(
     problems = _missing(nodes, num_nodes, names, wait_seconds) + find_problems(nodes)
     # The store ends with this process. So it waits, after it has set the verdict, until all nodes have read it.
     store.set("nodes/verdict", json.dumps(problems))
-    _wait_until_read(store, len(nodes) - 1, wait_seconds)
+    deadline = time.monotonic() + wait_seconds
+    while store.add("nodes/num_left", 0) < len(nodes) - 1 and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
     return nodes, problems
 
 
@@ -113,23 +123,3 @@ def _clock_difference(store: dist.Store, number: int) -> float:
         best = min(best, (reply_seconds, start + reply_seconds / 2 - first_node_time))
     reply_seconds, ahead = best
     return ahead if abs(ahead) > reply_seconds else 0.0
-
-
-def _sign_off(store: dist.Store) -> None:
-    """Tell the first node that this one has read the verdict, if the store is still served."""
-    try:
-        store.add("nodes/num_left", 1)
-    except (RuntimeError, ValueError):
-        return
-
-
-def _wait_until_read(store: dist.Store, num_others: int, seconds: float) -> None:
-    """Wait until the other nodes have read the verdict, or the time is over."""
-    deadline = time.monotonic() + seconds
-    while store.add("nodes/num_left", 0) < num_others and time.monotonic() < deadline:
-        time.sleep(POLL_SECONDS)
-
-
-def _first_line(error: Exception) -> str:
-    """Return the first line of an error, without the C++ stack that torch appends."""
-    return str(error).splitlines()[0][:200]
