@@ -108,8 +108,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         super().__init__(self.inner.param_groups, self.inner.defaults)
         # Never empty: torch's code for checkpoints steps an optimizer that has no state.
         self.state.update({param: OwnedState(of_param, self.inner) for param, of_param in pieces.by_param.items()})
-        axes = model.shard_axis, self.tensor
-        divided = model.shard_axis, model.replica_axis, self.tensor
+        pieces.locate(self.inner, split_dims(model.module), self.tensor)
+        axes, divided = (model.shard_axis, self.tensor), (model.shard_axis, model.replica_axis, self.tensor)
         split = {model.module.get_parameter(name) for name in split_dims(model.module)}
         scale, in_blocks = self.loss_scale.scale, model.config.policy.adds_leaves
         self.matrices = assembled_updates(
