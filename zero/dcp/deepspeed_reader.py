@@ -46,7 +46,7 @@ FLATS, FLATS_OF_STAGE_3 = "single_partition_of_fp32_groups", "fp32_flat_groups"
 COUNTERS = ("global_steps", "global_samples")
 WEIGHTS, MOMENTS, GROUPS = "model", "optim.state", "optim.param_groups"  # the beginnings of keys
 CLASSES = {
-    "checkpoint.universal_checkpoint": ("SubparamShape",),
+    "checkpoint": ("universal_checkpoint.SubparamShape",),
     "runtime.fp16": ("loss_scaler.LossScaler", "loss_scaler.DynamicLossScaler"),
     "runtime.zero": ("config.ZeroStageEnum",),
     "utils.tensor_fragment": ("fragment_address",),
