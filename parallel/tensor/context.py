@@ -94,8 +94,8 @@ def exchange_operation(axis: Axis) -> tuple[str, Callable[[list[Tensor], int, in
 
     @forward.register_fake
     def _(parts: list[Tensor], divided: int, joined: int) -> list[Tensor]:
-        factors = {divided: 1 / axis.size, joined: axis.size}
-        return [part.new_empty([int(n * factors.get(dim, 1)) for dim, n in enumerate(part.shape)]) for part in parts]
+        pieces = [part.chunk(axis.size, divided)[0] for part in parts]
+        return [piece.new_empty(piece.repeat_interleave(axis.size, joined).shape) for piece in pieces]
 
     def save(ctx: Any, inputs: tuple[list[Tensor], int, int], output: list[Tensor]) -> None:
         ctx.dims = inputs[2], inputs[1]
