@@ -35,7 +35,7 @@ _numbers = count()  # torch's registry of operations is global, and wants anothe
 
 
 class AxisOperation(NamedTuple):
-    """What an operation with collectives runs, and what it allocates or sends beside its arguments and results."""
+    """An operation with collectives: what it runs, and what it allocates and sends beside its arguments and results."""
 
     run: Callable[..., Any]
     workspace_bytes: Callable[[Tensors, Tensors], int]  # of its arguments and its results
