@@ -136,9 +136,12 @@ class Planner:
         return [*of_input, *((*self._possible(nodes), None) for nodes in self._joint.choices)]
 
     def _possible(self, nodes: tuple[fx.Node, ...]) -> tuple[StoreName, ...]:
-        """Return where tensors may be kept: a store takes what fills its memory only."""
-        are_dense = all(num_bytes(node) == value_of(node).nbytes for node in nodes)
-        return self._stores if are_dense else ("keep",)
+        """Return where tensors may be kept: a store takes what fills its memory, and divides what all ranks hold."""
+        if not all(num_bytes(node) == value_of(node).nbytes for node in nodes):
+            return ("keep",)
+        if self._joint.varying.isdisjoint(nodes):
+            return self._stores
+        return tuple(store for store in self._stores if store != "partition") or ("keep",)
 
     @cached_property
     def _best(self) -> list[BlockPlan]:
