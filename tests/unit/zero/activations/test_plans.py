@@ -194,7 +194,7 @@ def test_what_is_stored_elsewhere_is_not_computed_again(store: StoreName):
     fast = Hardware(host_gb_per_second=1e9)
     plans = planned(blocks, (x_of(), *args), budget_gb=PLENTY, stores=stores, hardware=fast)
     assert plans.plan is not None
-    assert set(plans.plan.first.placements.values()) == set(stores)
+    assert set(plans.plan.first.placements.values()) == {store, "keep"}, "small tensors stay on the device"
     with CountedOperations() as elsewhere:
         found = run(blocks, args)
     for one, other in zip(found, expected, strict=True):
