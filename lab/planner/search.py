@@ -12,7 +12,14 @@ from gpt.settings.settings import Settings
 from gpt.shape.flops import model_flops
 from lab.measure.cluster import ClusterSpec
 from lab.planner.closed_forms import RANKS, DoesNotFit, Plan, closed_form_rank, make_plan
-from lab.planner.depth import DepthExtrapolation, Estimate, extrapolate, shallow_runs
+from lab.planner.depth import (
+    DepthExtrapolation,
+    Estimate,
+    extrapolate,
+    planned_estimate,
+    planned_settings,
+    shallow_runs,
+)
 from lab.planner.layouts import CandidateLayout
 from lab.planner.remedies import remedies
 from parallel.errors import ConfigError
@@ -75,8 +82,23 @@ class Search:
 
     def estimate(self, layout: CandidateLayout) -> Estimate:
         """Return what dry runs say of a layout. Raise ConfigError as `dry_run` does."""
-        found = extrapolate_layout(layout, self.settings, self.cluster, self.world_size)
-        return found.at(self.settings.model.num_layers)
+        return estimate_layout(layout, self.settings, self.cluster, self.world_size)
+
+    def settings_of(self, layout: CandidateLayout, estimate: Estimate) -> Settings:
+        """Return the settings of the run that was estimated."""
+        settings = layout.applied_to(self.settings)
+        return planned_settings(settings, self.cluster, estimate.budget_gb) if estimate.budget_gb else settings
+
+
+def estimate_layout(
+    layout: CandidateLayout, settings: Settings, cluster: ClusterSpec, world_size: int, folder: Path | None = None
+) -> Estimate:
+    """Return what dry runs say of a layout; `folder` keeps them, but for those of plans of activations."""
+    if layout.store != "planned":
+        return extrapolate_layout(layout, settings, cluster, world_size, folder).at(settings.model.num_layers)
+    in_world = replace(settings, dry_run=replace(settings.dry_run, world_size=world_size))
+    chosen = layout.applied_to(in_world)
+    return planned_estimate(chosen, cluster, cluster.usable_gpu_bytes, settings.audit_share(world_size))
 
 
 def extrapolate_layout(
