@@ -52,7 +52,6 @@ from zero.step.loss_scale import LossScale
 
 logger = logging.getLogger(__name__)
 
-HIDDEN = "hidden"  # the layers of a parameter group that muP scales
 ChosenOptimizer = tuple[type[torch.optim.Optimizer], dict[str, Any], str]  # class, options, name for the log
 
 
@@ -76,9 +75,9 @@ class TrainState:
         return gpt.config
 
     def set_learning_rate(self, lr: float) -> None:
-        """Set the learning rate of the next step, of which muP gives hidden matrices a part."""
+        """Set the learning rate of the next step, of which some parameters have a multiple."""
         for group in self.optimizer.inner.param_groups:
-            group["lr"] = lr / self.config.width_multiplier if group.get("layers") == HIDDEN else lr
+            group["lr"] = lr * group.get("lr_scale", 1.0)
 
     @property
     def num_parameters(self) -> int:
@@ -332,19 +331,20 @@ def build_optimizer(
 def parameter_groups(module: GPT, settings: OptimizerSettings) -> list[dict[str, Any]]:
     """Return parameter groups, with weight decay for parameters of two or more dimensions only.
 
-    Parameters that the optimizer leaves to AdamW are in groups with update="adamw", and those whose learning rate muP
-    scales in groups with layers="hidden".
+    Parameters that the optimizer leaves to AdamW are in groups with update="adamw", and those whose learning rate is
+    not that of the schedule in groups with its factor, lr_scale.
     """
     groups: dict[tuple[bool, bool, float], dict[str, Any]] = {}
     updates = OPTIMIZERS[settings.name].updates
     for name, param in module.named_parameters():
         if param.requires_grad:
             factor = hidden_factor(name, param, module.config)
-            key = decays, is_updated, _ = param.dim() > 1, updates(name, param), factor
-            # AdamW multiplies the decay by the learning rate: it stays that of the base width.
+            scale = factor * (settings.embedding_lr_factor if name == "token_embedding.weight" else 1.0)
+            key = decays, is_updated, _ = param.dim() > 1, updates(name, param), scale
+            # AdamW multiplies the decay by the learning rate: with muP, it stays that of the base width.
             empty = {"params": [], "weight_decay": settings.weight_decay / factor if decays else 0.0}
             empty |= {} if is_updated else {"update": "adamw"}
-            empty |= {} if factor == 1 else {"lr": settings.lr * factor, "layers": HIDDEN}
+            empty |= {} if scale == 1 else {"lr": settings.lr * scale, "lr_scale": scale}
             groups.setdefault(key, empty)["params"].append(param)
     return list(groups.values())
 

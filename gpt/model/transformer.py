@@ -141,13 +141,18 @@ def gelu(up: Tensor) -> Tensor:
     return F.gelu(up, approximate="tanh")
 
 
+def relu2(up: Tensor) -> Tensor:
+    """Return the square of the positive part of each unit (So et al., 2021)."""
+    return F.relu(up).square()
+
+
 def swiglu(up: Tensor) -> Tensor:
     """Return silu(gate) * up of each unit. Columns are ordered (unit, gate | up): equal parts are whole units."""
     gate, up = up.unflatten(-1, (-1, 2)).unbind(-1)
     return F.silu(gate) * up
 
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": gelu, "swiglu": swiglu}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": gelu, "relu2": relu2, "swiglu": swiglu}
 
 
 class MLP(nn.Module):

@@ -73,6 +73,8 @@ class OptimizerSettings:
     """Decay rate of the momentum of muon and sgd."""
     nesterov: bool = True
     """Use Nesterov momentum in muon and sgd."""
+    embedding_lr_factor: Annotated[float, Range(above=0, at_most=1e4)] = 1.0
+    """Factor of the learning rate of the token embedding, which is also the head if model.tied_head."""
     muon: MuonSettings = field(default_factory=MuonSettings)
     """The settings of muon."""
     soap: SoapSettings = field(default_factory=SoapSettings)

@@ -10,7 +10,7 @@ from parallel.fields import Positive, Range, check_fields
 from parallel.mesh import Axis
 from parallel.tensor.layers import part_of
 
-ROWS_PER_UNIT = {"gelu": 1, "swiglu": 2}  # of the up projection: SwiGLU's has a gate for each unit
+ROWS_PER_UNIT = {"gelu": 1, "relu2": 1, "swiglu": 2}  # of the up projection: SwiGLU's has a gate for each unit
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,9 @@ class ModelConfig:
     """layer: LayerNorm, with a bias; rms: RMSNorm, which neither subtracts the mean nor has a bias."""
     norm_eps: Annotated[float, Range(above=0, at_most=1)] = 1e-5
     """Number added to the variance in norms, against division by zero."""
-    mlp: Literal["gelu", "swiglu"] = "gelu"
-    """gelu: down(gelu(up(x))), in the tanh approximation; swiglu: down(silu(gate(x)) * up(x)), which has half as many
-    parameters more at the same width."""
+    mlp: Literal["gelu", "relu2", "swiglu"] = "gelu"
+    """gelu: down(gelu(up(x))), in the tanh approximation; relu2: down(relu(up(x))^2); swiglu: down(silu(gate(x)) *
+    up(x)), which has half as many parameters more at the same width."""
     mlp_width: Annotated[int, Range(1, 2**24)] | None = None
     """Width of the MLP; null: four times hidden_size."""
     num_kv_heads: Positive | None = None
@@ -193,7 +193,7 @@ class ModelConfig:
         is_changed = self.qk_norm or self.positions == "rope"
         keeps_product = not is_changed or self.qk_norm or keys == queries
         heads = (queries if keeps_product else 0) + 2 * keys + (queries + keys if is_changed else 0) + queries
-        return heads + {"gelu": 2, "swiglu": 4}[self.mlp] * self.mlp_size
+        return heads + {"gelu": 2, "relu2": 2, "swiglu": 4}[self.mlp] * self.mlp_size
 
     @property
     def block_weights(self) -> int:

@@ -75,6 +75,7 @@ CHANGES = {
 ERRORS = {
     # There is no network.
     "python -m data.prepare --source HuggingFaceFW/fineweb-edu": (2, "cannot load the tokenizer gpt2"),
+    "scripts/speedrun.sh nanogpt-124m": (2, "cannot load the tokenizer gpt2"),
     "scripts/acceptance.sh --gpus 4": (2, "--gpus=4: this machine has 0"),
     "scripts/acceptance.sh --long": (2, "--data=runs/data/openwebtext"),
 }

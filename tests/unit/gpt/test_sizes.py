@@ -38,6 +38,18 @@ def test_a_size_has_the_parameters_of_its_name_and_divides_over_its_ranks(path: 
     assert settings.checkpoint.every == settings.train.eval_every > 0, "else nothing is left of a run that fails"
 
 
+@pytest.mark.parametrize(
+    ("name", "parameters", "tokens"), [("nanogpt-124m", 124e6, 2.67e9), ("nanochat-d20", 561e6, 11.2e9)]
+)
+def test_a_recipe_has_the_parameters_and_tokens_of_its_record(name: str, parameters: float, tokens: float):
+    settings = parse_settings(["--config", str(ROOT / f"configs/speedrun/{name}.yaml")])
+    assert parameters_of_rank(settings.model, 1) == pytest.approx(parameters, rel=4e-3)
+    tokens_of_step = settings.train.global_batch_size * settings.model.seq_length
+    assert tokens_of_step == 2**19
+    assert settings.train.steps * tokens_of_step == pytest.approx(tokens, rel=2e-3)
+    check_batch_sizes(settings.train.batch, 8)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("path", SIZES + LLAMAS, ids=lambda path: path.stem)
 def test_a_size_fits_its_gpus(path: Path):

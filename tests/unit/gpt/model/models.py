@@ -41,6 +41,7 @@ def preset_config(name: str, **changes: object) -> ModelConfig:
 OPTIONS = {  # of GPT-2, one at a time
     "rope": {"positions": "rope"},
     "rms": {"norm": "rms"},
+    "relu2": {"mlp": "relu2"},
     "swiglu": {"mlp": "swiglu", "mlp_width": 24},
     "grouped": {"num_kv_heads": 2},
     "one-kv-head": {"num_kv_heads": 1, "attention": "math"},

@@ -46,20 +46,21 @@ def test_the_base_model_is_that_without_mup_to_the_bit(attention):
 @pytest.mark.parametrize("name", ["adamw", "adamw8bit"])
 def test_the_learning_rate_of_hidden_matrices_is_divided_by_the_width(name):
     options = ["--model.mup_base_width=8", "--model.tied_head=false", f"--optimizer.name={name}"]
+    options.append("--optimizer.embedding_lr_factor=8")
     state = build(parse_settings([f"--config={BASE}", *options]), Mesh.create(1), torch.device("cpu"))
-    module, settings = state.model.module, OptimizerSettings(LR, DECAY)
+    module, settings = state.model.module, OptimizerSettings(LR, DECAY, embedding_lr_factor=8)
     names = {param: name for name, param in module.named_parameters()}
     groups = parameter_groups(module, settings)
     assert sorted(names[param] for group in groups for param in group["params"]) == sorted(names.values())
     for group in groups:
         for param in group["params"]:
             is_hidden = names[param].startswith("blocks.") and param.dim() == 2
-            assert group.get("lr", LR) == (LR / 4 if is_hidden else LR)
+            is_embedding = names[param] == "token_embedding.weight"
+            assert group.get("lr", LR) == LR * (1 / 4 if is_hidden else 8 if is_embedding else 1)
             assert group["weight_decay"] == (0.0 if param.dim() == 1 else 4 * DECAY if is_hidden else DECAY)
     state.set_learning_rate(0.5)
     inner = state.optimizer.inner.param_groups
-    assert len(inner) == 3
-    assert [group["lr"] for group in inner] == [0.125 if "lr" in group else 0.5 for group in groups]
+    assert sorted(group["lr"] for group in inner) == [0.125, 0.5, 0.5, 4.0]
 
 
 def test_an_optimizer_for_which_learning_rates_have_other_rules_is_refused():
