@@ -17,7 +17,6 @@ import torch
 from gpt.settings.parser import parse_settings
 from lab.measure.cluster import ClusterSpec
 from lab.pages.markdown import table, with_blocks
-from lab.planner.depth import planned_estimate
 from lab.planner.layouts import CandidateLayout, Store
 from lab.planner.search import Search, show_progress
 
@@ -43,12 +42,11 @@ def search_of(model: str, seq_length: int) -> Search:
 def rows(model: str, seq_length: int) -> Iterator[list[str]]:
     """Yield a row for each store: what a step takes, and what it takes with the plan for as much memory."""
     search = search_of(model, seq_length)
-    in_world = replace(search.settings, dry_run=replace(search.settings.dry_run, world_size=search.world_size))
-    planned = CandidateLayout(1, 3, "planned", 1).applied_to(in_world)
     for store in STORES:
         show_progress(f"{model}, {seq_length} tokens, {store}")
         known = search.estimate(CandidateLayout(1, 3, store, 1))
-        found = planned_estimate(planned, CLUSTER, known.device_peak_bytes)
+        as_large = replace(CLUSTER, gpu_memory_gib=(known.device_peak_bytes + CLUSTER.reserved_gb * 1e9 + 1) / 2**30)
+        found = replace(search, cluster=as_large).estimate(CandidateLayout(1, 3, "planned", 1))
         figures = [f"{known.device_peak_bytes / 1e9:.1f}", f"{known.seconds:#.4g}", f"{found.budget_gb:.1f}"]
         figures += [f"{found.device_peak_bytes / 1e9:.1f}", f"{found.seconds:#.4g}"]
         yield [Path(model).name, f"{seq_length:,}", store, *figures, f"{found.seconds / known.seconds:.3f}"]

@@ -205,10 +205,8 @@ def extrapolate(
     return DepthExtrapolation((runs[0].num_layers, runs[1].num_layers), (first, second))
 
 
-def planned_estimate(
-    settings: Settings, cluster: ClusterSpec, device_bytes: float, audit_share: float = 0.0
-) -> Estimate:
-    """Return the estimate of a run with the plan of activations that fills what the rest leaves of `device_bytes`.
+def planned_estimate(settings: Settings, cluster: ClusterSpec, audit_share: float = 0.0) -> Estimate:
+    """Return the estimate of a run with the plan of activations that fills what the rest leaves of a GPU's memory.
 
     The dry runs are of the full depth, because blocks may have two plans. A budget that is given is kept. If no plan is
     small enough, the estimate is that of one that does not fit. Raise ConfigError as `dry_run` does.
@@ -220,7 +218,7 @@ def planned_estimate(
 
     given = settings.activations.budget_gb
     run = within(given or UNLIMITED_GB)
-    while not given and (excess := run.device_peak_bytes - device_bytes) > 0:
+    while not given and (excess := run.device_peak_bytes - cluster.usable_gpu_bytes) > 0:
         try:
             run = within((run.planned_bytes - excess) / 1e9)
         except ConfigError:  # it is less than the least possible

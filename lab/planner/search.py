@@ -93,21 +93,23 @@ class Search:
 def estimate_layout(
     layout: CandidateLayout, settings: Settings, cluster: ClusterSpec, world_size: int, folder: Path | None = None
 ) -> Estimate:
-    """Return what dry runs say of a layout; `folder` keeps them, but for those of plans of activations."""
-    if layout.store != "planned":
-        return extrapolate_layout(layout, settings, cluster, world_size, folder).at(settings.model.num_layers)
-    in_world = replace(settings, dry_run=replace(settings.dry_run, world_size=world_size))
-    chosen = layout.applied_to(in_world)
-    return planned_estimate(chosen, cluster, cluster.usable_gpu_bytes, settings.audit_share(world_size))
+    """Return what dry runs say of a layout; `folder`, if there is one, keeps them, but for those of plans."""
+    if layout.store == "planned":
+        chosen = layout.applied_to(_in_world(settings, world_size))
+        return planned_estimate(chosen, cluster, chosen.audit_share(world_size))
+    return extrapolate_layout(layout, settings, cluster, world_size, folder).at(settings.model.num_layers)
 
 
 def extrapolate_layout(
     layout: CandidateLayout, settings: Settings, cluster: ClusterSpec, world_size: int, folder: Path | None = None
 ) -> DepthExtrapolation:
     """Return the extrapolation from two shallow dry runs with the layout; `folder`, if there is one, keeps them."""
-    in_world = replace(settings, dry_run=replace(settings.dry_run, world_size=world_size))
-    settings = layout.applied_to(in_world)
+    settings = layout.applied_to(_in_world(settings, world_size))
     return extrapolate(shallow_runs(settings, folder), cluster, settings.audit_share(world_size))
+
+
+def _in_world(settings: Settings, world_size: int) -> Settings:
+    return replace(settings, dry_run=replace(settings.dry_run, world_size=world_size))
 
 
 def verify(
