@@ -172,7 +172,10 @@ def predict(layout: CandidateLayout, settings: Settings, cluster: ClusterSpec, w
 def _predict_planned(
     layout: CandidateLayout, settings: Settings, cluster: ClusterSpec, world_size: int
 ) -> Prediction | None:
-    """Return the prediction of a plan: it computes again, of all that `keep` does, as much as the memory asks for."""
+    """Return the prediction of a plan: it computes again, of all that `keep` does, as much as the memory asks for.
+
+    The lower bound of its time is that of `none`, because what it computes again may take next to no time.
+    """
     none, keep = (predict(replace(layout, store=store), settings, cluster, world_size) for store in ("none", "keep"))
     if none is None or keep is None:
         return None
@@ -184,7 +187,6 @@ def _predict_planned(
         layout=layout,
         device_bytes=device_bytes,
         seconds=none.seconds + share * (keep.seconds - none.seconds),
-        overlapped_seconds=none.overlapped_seconds + share * (keep.overlapped_seconds - none.overlapped_seconds),
     )
 
 
