@@ -31,6 +31,7 @@ from gpt.settings.settings import Settings
 from gpt.trainer import Trainer
 from parallel.errors import ConfigError
 from parallel.store import has_failed_elsewhere
+from parallel.torch_internals import multiplies_in_bf16
 from parallel.world import (
     World,
     exit_after_loss,
@@ -40,6 +41,8 @@ from parallel.world import (
     start_world,
     stop_world,
 )
+
+logger = logging.getLogger(__name__)
 
 Watching = Callable[[torch.device], AbstractContextManager[Any]]
 
@@ -51,8 +54,9 @@ def pretrain(settings: Settings, world: World, watching: Watching = nullcontext)
     mesh = build_mesh(settings, world)
     check_host_memory(settings, mesh, world)
     train = settings.train
-    if train.precision == "fp16" and world.device.type == "cpu":
-        logging.getLogger(__name__).warning("train.precision=fp16 is slow on a CPU; choose bf16")
+    best = "bf16" if multiplies_in_bf16(world.device) else "fp32"
+    if world.device.type == "cpu" and train.precision not in ("fp32", best):
+        logger.warning("train.precision=%s is slow on this CPU; choose %s", train.precision, best)
     corpus = Corpus.open(settings.data, settings.model, train, mesh, world, num_adding_units(settings, mesh))
     state = trainer = None
     with (

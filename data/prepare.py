@@ -90,11 +90,11 @@ def prepare(source: Source, output: Path, tokenizer: Tokenizer, *, tokenizer_nam
 
 
 def _plan(source: Source, tokenizer: Tokenizer) -> str:
-    """Return a hash of what determines the tokens; the content of the source counts by its sizes and times.
+    """Return a hash of what determines the tokens; the content of the source counts by its sizes and versions.
 
     Whether errors are skipped does not count: one that has ended a preparation may be skipped when it goes on.
     """
-    shards = [(shard.weight, shard.modified) for shard in source.shards]
+    shards = [(shard.weight, shard.version) for shard in source.shards]
     facts = [replace(source, skips_errors=False), shards, tokenizer.text, tokenizer.eod, tokenizer.bos]
     return hashlib.sha256(repr(facts).encode()).hexdigest()
 

@@ -51,11 +51,14 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True)
 class Shard:
-    """A file or dataset of the corpus. `weight` is its size in bytes or rows; None if it is unknown."""
+    """A file or dataset of the corpus. `weight` is its size in bytes or rows; None if it is unknown.
+
+    `version` differs if the content does: the times at which files were modified, or the revision of a dataset.
+    """
 
     weight: int | None
     documents: Callable[[], Iterator[Document]]
-    modified: int = 0  # when the file was, in nanoseconds
+    version: str
 
 
 @dataclass(frozen=True)
@@ -125,7 +128,7 @@ class Source:
         if path.endswith(PARQUET_SUFFIXES):
             read = partial(_read_parquet, text_key=self.text_key)
         status = os.stat(path)
-        return Shard(status.st_size, partial(read, path), status.st_mtime_ns)
+        return Shard(status.st_size, partial(read, path), f"{status.st_mtime_ns}")
 
 
 def text_of(document: Document, text_key: str) -> str:
@@ -238,7 +241,7 @@ def _read_parquet(path: str, text_key: str) -> Iterator[Document]:
 
 def _dataset_shard(name: str, config: str | None, split: str, text_key: str) -> Shard:
     try:
-        rows = _open_dataset(name, config, split)
+        rows, version = _open_dataset(name, config, split)
     except ImportError:
         raise DataError(f"--source {name} is not a file, and a hub name needs datasets: pip install datasets") from None
     except Exception as error:  # hub, network and builders raise classes of their own
@@ -247,21 +250,27 @@ def _dataset_shard(name: str, config: str | None, split: str, text_key: str) -> 
             "--split, or check the network"
         ) from None
     num_rows = len(rows) if hasattr(rows, "__len__") else None
-    return Shard(num_rows, partial(_read_rows, name, rows, text_key))
+    return Shard(num_rows, partial(_read_rows, name, rows, text_key), version)
 
 
-def _open_dataset(name: str, config: str | None, split: str) -> Any:
-    """Open one split: memory-mapped if `save_to_disk` wrote it, otherwise streamed from the hub or a local folder."""
+def _open_dataset(name: str, config: str | None, split: str) -> tuple[Any, str]:
+    """Open one split: memory-mapped if `save_to_disk` wrote it, otherwise streamed from the hub or a local folder.
+
+    Returns (the rows, their version).
+    """
     import datasets
 
     if any(os.path.exists(os.path.join(name, file)) for file in DATASETS_FILES):
         rows = datasets.load_from_disk(name)
-        if isinstance(rows, datasets.Dataset):
-            return rows
-        if split not in rows:
-            raise ValueError(f"--split {split} is not among its splits {', '.join(rows)}")
-        return rows[split]
-    return datasets.load_dataset(name, config, split=split, streaming=True)
+        if isinstance(rows, datasets.DatasetDict):
+            if split not in rows:
+                raise ValueError(f"--split {split} is not among its splits {', '.join(rows)}")
+            rows = rows[split]
+        return rows, repr([os.stat(file["filename"]).st_mtime_ns for file in rows.cache_files])
+    builder = datasets.load_dataset_builder(name, config)
+    files = (builder.config.data_files or {}).values()  # with revisions of the hub, or times of local files
+    version = repr((builder.hash, [part.origin_metadata for part in files]))
+    return builder.as_streaming_dataset(split=split), version
 
 
 def _read_rows(name: str, rows: Any, text_key: str) -> Iterator[Document]:

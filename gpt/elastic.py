@@ -13,9 +13,9 @@ from data.errors import DataError
 from gpt.builder.train_state import build_mesh
 from gpt.preflight import describe_job
 from gpt.settings.parser import parse_settings
-from parallel.errors import ConfigError
+from parallel.errors import ConfigError, exit_on_config_error
 from parallel.launch import elastic
-from parallel.world import exit_with_error, imitated_world
+from parallel.world import imitated_world
 
 
 def find_problem(arguments: Sequence[str], num_nodes: int, num_ranks: int) -> str | None:
@@ -31,7 +31,5 @@ def find_problem(arguments: Sequence[str], num_nodes: int, num_ranks: int) -> st
 
 
 if __name__ == "__main__":
-    try:
+    with exit_on_config_error(DataError):
         elastic.main(sys.argv[1:], describe_job, find_problem)
-    except (ConfigError, DataError) as error:
-        exit_with_error(error)

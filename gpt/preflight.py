@@ -15,10 +15,9 @@ import yaml
 from data.blend import parse_path
 from data.errors import DataError
 from gpt.settings.parser import parse_settings
-from parallel.errors import ConfigError
+from parallel.errors import exit_on_config_error
 from parallel.launch import preflight
 from parallel.launch.node_facts import Job
-from parallel.world import exit_with_error
 
 
 def describe_job(arguments: Sequence[str], num_ranks: int | None) -> Job:
@@ -46,7 +45,5 @@ def _dotted(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 if __name__ == "__main__":
-    try:
+    with exit_on_config_error(DataError):
         preflight.main(sys.argv[1:], describe_job)
-    except (ConfigError, DataError) as error:
-        exit_with_error(error)

@@ -105,6 +105,9 @@ class Axis:
         """Return an axis of one rank, which has no process group and no traffic."""
         return cls(name, 1, 0, log or CommLog(), imitated_backend=imitated_backend)
 
+    def __deepcopy__(self, _memo: object) -> "Axis":
+        return self  # its process group cannot be copied
+
     def without_peers(self) -> "Axis":
         """Return this axis reduced to the present rank, without a process group."""
         return replace(self, size=1, rank=0, group=None, parts=None, pairwise=PairwiseMessages())

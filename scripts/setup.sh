@@ -45,7 +45,7 @@ is_complete() { [[ -f .venv/complete && "$(<.venv/complete)" == "$(fingerprint)"
 if ! is_complete; then
     mkdir -p .venv
     exec {setup_lock}>.venv/lock
-    command -v flock >/dev/null && flock "$setup_lock"
+    flock "$setup_lock" || echo "setup: no lock on this disk; run scripts/setup.sh once before many nodes need it" >&2
     is_complete || install_packages
     exec {setup_lock}>&-
 fi

@@ -32,6 +32,8 @@ from zero.engine import ZeroDataParallel
 from zero.memory.placement import OffloadConfig
 from zero.optimizer import ZeroOptimizer
 from zero.optimizers.adamw8bit import AdamW8bit
+from zero.optimizers.adamw_bf16 import AdamWBf16
+from zero.optimizers.cautious_adamw import CautiousAdamW
 from zero.optimizers.muon import Muon
 from zero.optimizers.soap import Soap
 from zero.order.agreement import DivergedRanks
@@ -46,6 +48,8 @@ from zero.uneven import join
 __all__ = [
     "ActivationsConfig",
     "AdamW8bit",
+    "AdamWBf16",
+    "CautiousAdamW",
     "ConfigError",
     "DistributedState",
     "DivergedRanks",

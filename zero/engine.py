@@ -7,7 +7,7 @@ transient parameters     are unsharded a unit at a time: see zero/units/schedule
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, NoReturn, Protocol
@@ -16,13 +16,17 @@ import torch
 from torch import Tensor, nn
 
 from parallel.autograd_internals import python_modules, restore_parameter_tables
+from parallel.errors import ConfigError
 from parallel.mesh import Axis
 from parallel.tensor.gradient_sums import set_deferred
+from parallel.tensor.split_parameters import split_dims
 from zero.buckets.bucket import Bucket
+from zero.buckets.chunked_tensor import ChunkedTensor
 from zero.buckets.flat import FlatContext, FlatParameters, is_absent
 from zero.buckets.gradients import GradientReducer
 from zero.buckets.guarded_parameter import ParameterGuard, changes
 from zero.buckets.hashes import GradientHashes
+from zero.buckets.parameter_chunks import ParameterChunks
 from zero.buckets.tensor_tree import cast_floating_point
 from zero.buckets.weight_codes import WeightScales
 from zero.checks import check_arguments, check_module, coded_weights, refuse_replacing
@@ -233,6 +237,88 @@ class ZeroDataParallel(nn.Module):
             for unit in units:
                 unit.stop_watch(reader)
             self.measure_weights()  # of what may have been written; a rank that raises takes part in it too
+
+    @contextmanager
+    def loading_masters(self) -> Iterator[None]:
+        """Let master weights be written inside this context, and parameters follow them; all ranks enter it."""
+        self.wait_for_updates()
+        for flat in self.flats:
+            flat.reshard()  # before: a transient full buffer that stayed unsharded would keep the old values
+            flat.take_replaced()  # so that the parameters read what is loaded
+        yield
+        for flat in self.flats:
+            for bucket in flat.buckets:
+                bucket.params.owned.copy_(bucket.master)  # returns early if both are the same memory
+            flat.publish_loaded()
+        self.measure_weights()
+
+    def parameter_chunks(self) -> ParameterChunks:
+        """Return how torch's state dicts have the parameters, and the optimizer's states of them.
+
+        Raises ConfigError if the model is split along a tensor axis, and no optimizer has said which.
+        """
+        split = split_dims(self.module)
+        tensor = next((optimizer.tensor for optimizer in self.reducer.users.params_of), None)
+        if split and tensor is None:
+            raise ConfigError("a model that is split along a tensor axis needs its optimizer, which knows that axis")
+        return ParameterChunks(
+            self.module, split, self.shard_axis, tensor or Axis.trivial("tensor"), self.offload.device
+        )
+
+    @torch.no_grad()
+    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        """Return what the module's `state_dict` does, with the rank's shards of the master weights as parameters.
+
+        They are views, which `torch.distributed.checkpoint` saves and loads into; `full_tensor()` gathers one. Raises
+        ConfigError if a parameter is complex.
+        """
+        self._take_changes()
+        state = self.module.state_dict(*args, destination=destination, prefix=prefix, keep_vars=True)
+        state.update(self._shards(state))
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load shards, as `state_dict` returns them, or whole tensors, into parameters, master weights and buffers.
+
+        All ranks call it, with the same keys. Returns keys that are missing and unexpected, and raises RuntimeError for
+        these if it is `strict`, and ConfigError if a tensor does not fit.
+        """
+        if not any(isinstance(value, ChunkedTensor) for value in state_dict.values()):
+            self._take_changes()  # shards may have been loaded in place, and parameters be older than master weights
+        shards = self._shards(self.module.state_dict(keep_vars=True))
+        others = {name: value for name, value in state_dict.items() if name not in shards}
+        keys = self.module.load_state_dict(others, strict=False, assign=assign)
+        keys.missing_keys[:] = [name for name in keys.missing_keys if name not in state_dict]
+        if strict and any(keys):
+            raise RuntimeError(
+                f"the state dict lacks {keys.missing_keys} and has {keys.unexpected_keys}, which this model has not; "
+                "load the state of this model, or choose strict=False"
+            )
+        with torch.no_grad(), self.loading_masters():
+            for name, shard in shards.items():
+                if name in state_dict:
+                    shard.load(name, state_dict[name])
+        return keys
+
+    def _take_changes(self) -> None:
+        for optimizer in self.reducer.users.params_of:
+            optimizer.take_changes()
+
+    def _shards(self, state: Mapping[str, Any]) -> dict[str, ChunkedTensor]:
+        """Return the shards of the parameters in a state of the module, by their keys."""
+        chunks = self.parameter_chunks()
+        weights = chunks.weights(self.flats)
+        params = {name: value for name, value in state.items() if isinstance(value, nn.Parameter)}
+        return {name: weights[chunks.names[param]] for name, param in params.items() if param in chunks.names}
+
+    def named_modules(self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True) -> Any:
+        """Iterate over modules; names of parameters are those that the module inside this one gives them."""
+        yield prefix, self
+        yield from self.module.named_modules(memo, prefix, remove_duplicate)
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Return where torch's `get_state_dict` finds the parts of the module by the names that they have in it."""
+        return dict.fromkeys(["", *(name for name, _ in self.module.named_children())], "module")
 
     def unwrap(self, device: torch.device | None = None) -> nn.Module:
         """Return the module without this wrapper, with all of its parameters on every rank, and on `device` if given.

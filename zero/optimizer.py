@@ -14,7 +14,7 @@ steps that are recorded.
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from inspect import signature
@@ -30,6 +30,7 @@ from parallel.mesh import Axis
 from parallel.tensor.gradient_sums import GradientSums, set_deferred
 from parallel.tensor.split_parameters import split_dims
 from zero.buckets.bucket import Bucket
+from zero.buckets.parameter_chunks import ParameterChunks
 from zero.buckets.written_parameters import WrittenParameters
 from zero.engine import ZeroDataParallel
 from zero.memory.placement import Placement
@@ -40,6 +41,7 @@ from zero.step.grad_norm import GradNorm
 from zero.step.loss_scale import LossScale, SkippedSteps
 from zero.step.pieces import OwnedPieces, OwnedState, Piece, as_groups, check_class
 from zero.step.probe import probe_atoms
+from zero.step.state_dict import REMEDY, load_state_dict, state_dict
 from zero.step.unused import UnusedParameters
 
 Scales = dict[Placement, tuple[Tensor, ...]]  # (clip coefficient, flag of a skipped step) in each memory
@@ -106,8 +108,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         super().__init__(self.inner.param_groups, self.inner.defaults)
         # Never empty: torch's code for checkpoints steps an optimizer that has no state.
         self.state.update({param: OwnedState(of_param, self.inner) for param, of_param in pieces.by_param.items()})
-        axes = model.shard_axis, self.tensor
-        divided = model.shard_axis, model.replica_axis, self.tensor
+        pieces.locate(self.inner, split_dims(model.module), self.tensor)
+        axes, divided = (model.shard_axis, self.tensor), (model.shard_axis, model.replica_axis, self.tensor)
         split = {model.module.get_parameter(name) for name in split_dims(model.module)}
         scale, in_blocks = self.loss_scale.scale, model.config.policy.adds_leaves
         self.matrices = assembled_updates(
@@ -231,14 +233,28 @@ class ZeroOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Raise TypeError: each rank has another part of the state."""
-        raise TypeError(
-            "ZeroOptimizer has no state_dict, since each rank owns a part of the state; use `save` and `load` of zero"
-        )
+        """Return the states as torch's optimizers do: `torch.distributed.checkpoint` saves and loads them in place.
 
-    def load_state_dict(self, state_dict: Any) -> None:
-        """Raise TypeError, as `state_dict`."""
-        self.state_dict()
+        Their tensors are this rank's shards, and views. States that do not exist yet are made, of zeros. Raises
+        ConfigError for states that are not one value for each element, as AdamW8bit and Soap have.
+        """
+        return state_dict(self.inner, self._pieces, self._chunks())
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a result of `state_dict`, or one with whole tensors; nothing is stepped. All ranks call it.
+
+        The parameters must be in the same groups, in the same order. Raises ConfigError if a tensor does not fit.
+        """
+        load_state_dict(self.inner, self._pieces, self._chunks(), state_dict)
+
+    def _chunks(self) -> ParameterChunks:
+        if self.matrices.states():
+            raise ConfigError(
+                f"the states of {type(self.inner).__name__} are matrices that torch.distributed.checkpoint cannot "
+                f"divide; {REMEDY}"
+            )
+        return self._model.parameter_chunks()
 
     def __repr__(self) -> str:
         names = f"{type(self.inner).__name__}, clip_norm={self._clip_norm}, loss_scale={self.loss_scale.initial:g}"

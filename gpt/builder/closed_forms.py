@@ -10,7 +10,6 @@ from gpt.settings.optimizer import OptimizerSettings
 from gpt.settings.training import TrainSettings
 from gpt.shape.config import ROWS_PER_UNIT, ModelConfig, parameter_shapes
 from zero.optimizers.adamw8bit import BLOCK
-from zero.optimizers.soap import Soap
 
 BYTES = 4  # of one moment of one element
 OF_ADAM = 2 * BYTES
@@ -53,9 +52,13 @@ def moment_bytes(optimizer: OptimizerSettings, model: ModelConfig, tensor_size: 
     match optimizer.name:
         case "adamw8bit":  # two bytes, and two scales for a block
             updated, state_bytes = matrices, (2 + OF_ADAM / BLOCK) * sum(numel for _, _, numel in matrices)
+        case "adamw_bf16":
+            updated, state_bytes = matrices, OF_ADAM / 2 * sum(numel for _, _, numel in matrices)
         case "muon":
             updated, state_bytes = hidden, BYTES * sum(numel for _, _, numel in hidden)
-        case "soap":  # tensor ranks divide the states of whole matrices
+            if optimizer.muon.row_beta is not None:  # tensor ranks divide the states of whole matrices
+                state_bytes += BYTES * sum(shape[0] for _, shape, _ in hidden) / tensor_size
+        case "soap":  # so does it
             whole = (_soap_states(model, name, shape) for name, shape, _ in hidden)
             updated, state_bytes = hidden, BYTES * sum(whole) / tensor_size
         case "sgd":
@@ -73,4 +76,5 @@ def _soap_states(model: ModelConfig, name: str, shape: tuple[int, ...]) -> int:
     """Return the number of elements of SOAP's states of a weight, which packs several matrices by rows."""
     packed = {"attention.qkv.weight": 3, "attention.qkv.kv_weight": 2, "mlp.up.weight": ROWS_PER_UNIT[model.mlp]}
     number = next((number for end, number in packed.items() if name.endswith(end)), 1)
-    return number * Soap.matrix_state_numel((shape[0] // number, shape[1]))
+    rows, columns = shape[0] // number, shape[1]
+    return number * 2 * (rows * columns + rows * rows + columns * columns)

@@ -44,6 +44,8 @@ from zero.fp8.kernels import HOPPER, Device, refused_layer
 from zero.memory.placement import Offload, Placement
 from zero.optimizer import ZeroOptimizer
 from zero.optimizers.adamw8bit import AdamW8bit
+from zero.optimizers.adamw_bf16 import AdamWBf16
+from zero.optimizers.cautious_adamw import CautiousAdamW
 from zero.optimizers.muon import Muon
 from zero.optimizers.soap import Soap
 from zero.partition.stage import Lifetime
@@ -331,21 +333,25 @@ def build_optimizer(
 def parameter_groups(module: GPT, settings: OptimizerSettings) -> list[dict[str, Any]]:
     """Return parameter groups, with weight decay for parameters of two or more dimensions only.
 
-    Parameters that the optimizer leaves to AdamW are in groups with update="adamw", and those whose learning rate is
-    not that of the schedule in groups with its factor, lr_scale.
+    Parameters that the optimizer leaves to AdamW are in groups with update="adamw", those whose learning rate is not
+    that of the schedule in groups with its factor, lr_scale, and those whose heads are matrices in groups with
+    per_repetition=True.
     """
-    groups: dict[tuple[bool, bool, float], dict[str, Any]] = {}
+    groups: dict[tuple[tuple[str, Any], ...], dict[str, Any]] = {}
     updates = OPTIMIZERS[settings.name].updates
     for name, param in module.named_parameters():
         if param.requires_grad:
             factor = hidden_factor(name, param, module.config)
             scale = factor * (settings.embedding_lr_factor if name == "token_embedding.weight" else 1.0)
-            key = decays, is_updated, _ = param.dim() > 1, updates(name, param), scale
             # AdamW multiplies the decay by the learning rate: with muP, it stays that of the base width.
-            empty = {"params": [], "weight_decay": settings.weight_decay / factor if decays else 0.0}
-            empty |= {} if is_updated else {"update": "adamw"}
-            empty |= {} if scale == 1 else {"lr": settings.lr * scale, "lr_scale": scale}
-            groups.setdefault(key, empty)["params"].append(param)
+            of_group: dict[str, Any] = {"weight_decay": settings.weight_decay / factor if param.dim() > 1 else 0.0}
+            if not updates(name, param):
+                of_group["update"] = "adamw"
+            elif settings.name == "muon" and settings.muon.per_head and ".qkv." in name:
+                of_group["per_repetition"] = True
+            if scale != 1:
+                of_group |= {"lr": settings.lr * scale, "lr_scale": scale}
+            groups.setdefault(tuple(of_group.items()), {"params": []} | of_group)["params"].append(param)
     return list(groups.values())
 
 
@@ -358,22 +364,33 @@ class OptimizerRow(NamedTuple):
 
 
 def _adamw(settings: OptimizerSettings, offload: Offload) -> ChosenOptimizer:
+    if settings.cautious_decay:
+        return CautiousAdamW, _of_adam(settings), "fused AdamW with cautious weight decay"
     adam, options, name = choose_adam(settings.implementation, offload)
     return adam, options | {"betas": settings.betas, "eps": settings.eps}, name
 
 
 def _adamw8bit(settings: OptimizerSettings, _offload: Offload) -> ChosenOptimizer:
-    return AdamW8bit, {"betas": settings.betas, "eps": settings.eps}, "AdamW with moments of 8 bits"
+    return AdamW8bit, _of_adam(settings), "AdamW with moments of 8 bits"
+
+
+def _adamw_bf16(settings: OptimizerSettings, _offload: Offload) -> ChosenOptimizer:
+    return AdamWBf16, _of_adam(settings), "AdamW with moments in bf16"
 
 
 def _muon(settings: OptimizerSettings, _offload: Offload) -> ChosenOptimizer:
     muon = asdict(settings.muon)
+    muon.pop("per_head")  # a setting of groups
     options = {"adjust_lr_fn": muon.pop("adjust_lr"), "momentum": settings.momentum, "nesterov": settings.nesterov}
-    return Muon, muon | options | {"betas": settings.betas, "eps": settings.eps}, "Muon, and fused AdamW"
+    return Muon, muon | options | _of_adam(settings), "Muon, and fused AdamW"
 
 
 def _soap(settings: OptimizerSettings, _offload: Offload) -> ChosenOptimizer:
-    return Soap, asdict(settings.soap) | {"betas": settings.betas, "eps": settings.eps}, "SOAP, and fused AdamW"
+    return Soap, asdict(settings.soap) | _of_adam(settings), "SOAP, and fused AdamW"
+
+
+def _of_adam(settings: OptimizerSettings) -> dict[str, Any]:
+    return {"betas": settings.betas, "eps": settings.eps, "cautious_decay": settings.cautious_decay}
 
 
 def _sgd(settings: OptimizerSettings, _offload: Offload) -> ChosenOptimizer:
@@ -384,6 +401,7 @@ def _sgd(settings: OptimizerSettings, _offload: Offload) -> ChosenOptimizer:
 OPTIMIZERS = {
     "adamw": OptimizerRow(_adamw),
     "adamw8bit": OptimizerRow(_adamw8bit, lambda _name, param: param.dim() > 1),
+    "adamw_bf16": OptimizerRow(_adamw_bf16, lambda _name, param: param.dim() > 1),
     "muon": OptimizerRow(_muon, is_hidden_matrix),
     "soap": OptimizerRow(_soap, is_hidden_matrix),
     "sgd": OptimizerRow(_sgd),

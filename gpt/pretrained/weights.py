@@ -15,6 +15,7 @@ from data.tokenizer import Tokenizer
 from gpt.model.transformer import GPT
 from gpt.pretrained.families import (
     FAMILIES,
+    NO_SPECIAL_IDS,
     RESOLVED,
     SIZE,
     Family,
@@ -174,7 +175,7 @@ def _configuration(family: Family, known: Mapping[str, Any]) -> Any:
     import transformers  # here, because a rank that trains does not need it and the import is slow
 
     try:
-        return getattr(transformers, family.configuration)(**known)
+        return getattr(transformers, family.configuration)(**known, **NO_SPECIAL_IDS)
     except Exception as error:  # transformers checks the fields too, and raises what it likes
         raise ConfigError(f"transformers refuses it ({shown(str(error))}); choose another model") from error
 

@@ -25,6 +25,10 @@ class MuonSettings:
     large as those of AdamW; original: sqrt(max(1, rows / columns))."""
     lr_factor: Annotated[float, Range(above=0, at_most=1e4)] = 1.0
     """Further factor of the learning rate of all matrices."""
+    row_beta: BelowOne | None = None
+    """Decay rate of the second moment of rows, by which NorMuon divides them (Li et al., 2025: 0.95); null: none."""
+    per_head: bool = False
+    """Take the rows of q, k and v that belong to one head as a matrix; false: those of all heads together."""
     joins_parts: bool = True
     """Put the parts of a matrix that tensor ranks have together; false: make each part orthogonal by itself, which
     sends nothing along the tensor axis, and gives updates that depend on the tensor size."""
@@ -56,6 +60,8 @@ class OptimizerSettings:
     """Highest learning rate of the run; the settings of `schedule` say how it rises and falls."""
     weight_decay: Annotated[float, Range(0, 1000)] = 0.1
     """Decoupled weight decay, applied to parameters with two or more dimensions."""
+    cautious_decay: bool = False
+    """Apply it only to the elements that their update brings nearer to zero (Chen et al., 2025); not with sgd."""
     clip_norm: Annotated[float, Range(above=0, allows_inf=True)] = 1.0
     """Largest global norm of the gradients; they are scaled down to it if their norm is larger. .inf: no clipping."""
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.95)
@@ -65,10 +71,10 @@ class OptimizerSettings:
     implementation: Literal["torch", "apex"] = "torch"
     """torch: torch's fused AdamW, which never makes the host wait for the device; apex: NVIDIA apex's FusedAdam, on
     GPUs without offloaded optimizer states. A run may resume with the other one."""
-    name: Literal["adamw", "adamw8bit", "muon", "soap", "sgd"] = "adamw"
-    """adamw: AdamW for all parameters; adamw8bit: AdamW with moments of 8 bits, and of fp32 for norms and biases; muon:
-    Muon for the matrices inside of the blocks, and AdamW for the rest; soap: SOAP and AdamW in the same way; sgd: SGD
-    with momentum."""
+    name: Literal["adamw", "adamw8bit", "adamw_bf16", "muon", "soap", "sgd"] = "adamw"
+    """adamw: AdamW for all parameters; adamw8bit: AdamW with moments of 8 bits, and of fp32 for norms and biases;
+    adamw_bf16: the same with moments in bf16, rounded at random; muon: Muon for the matrices inside of the blocks, and
+    AdamW for the rest; soap: SOAP and AdamW in the same way; sgd: SGD with momentum."""
     momentum: BelowOne = 0.95
     """Decay rate of the momentum of muon and sgd."""
     nesterov: bool = True
@@ -82,10 +88,16 @@ class OptimizerSettings:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.implementation == "apex" and self.name != "adamw":
+        if self.implementation == "apex" and (self.name != "adamw" or self.cautious_decay):
             raise ConfigError(
-                f"OptimizerSettings.implementation=apex has AdamW only, and name={self.name}; choose "
-                "implementation=torch, or name=adamw"
+                f"OptimizerSettings.implementation=apex has AdamW only, and name={self.name}, "
+                f"cautious_decay={self.cautious_decay}; choose implementation=torch, or name=adamw with "
+                "cautious_decay=false"
+            )
+        if self.name == "sgd" and self.cautious_decay:
+            raise ConfigError(
+                "OptimizerSettings.cautious_decay=true needs decoupled weight decay, which name=sgd does not have; "
+                "choose another optimizer, or cautious_decay=false"
             )
         if self.name == "sgd" and self.nesterov and not self.momentum:
             raise ConfigError("OptimizerSettings.momentum=0.0 has no Nesterov momentum; choose nesterov=false")

@@ -75,8 +75,9 @@ class Settings:
             self._check_planned()
         if self.model.mup_base_width is not None and not self.optimizer.name.startswith("adamw"):
             raise ConfigError(
-                f"model.mup_base_width={self.model.mup_base_width} scales learning rates for adamw and adamw8bit, and "
-                f"optimizer.name={self.optimizer.name}; choose one of these, or model.mup_base_width=null"
+                f"model.mup_base_width={self.model.mup_base_width} scales learning rates of AdamW, and "
+                f"optimizer.name={self.optimizer.name}; choose adamw, adamw8bit or adamw_bf16, or "
+                "model.mup_base_width=null"
             )
 
     def _check_planned(self) -> None:

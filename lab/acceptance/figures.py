@@ -38,13 +38,11 @@ class PartResult:
         return not self.problem and all(figure.passed for figure in self.figures)
 
 
-def between(what: str, value: float, limits: tuple[float, float], unit: str = "", *, is_judged: bool = True) -> Figure:
+def between(what: str, value: float, limits: tuple[float, float], *, is_judged: bool = True) -> Figure:
     """Return a figure that has to be between two limits. A figure that is not judged is recorded only."""
-    (low, high), required = (
-        limits,
-        f"at most {limits[1]:g}" if limits[0] == -math.inf else "{:g} to {:g}".format(*limits),
-    )
-    return Figure(what, value, unit, required, low <= value <= high) if is_judged else Figure(what, value, unit)
+    low, high = limits
+    required = f"at most {high:g}" if low == -math.inf else f"{low:g} to {high:g}"
+    return Figure(what, value, required=required, passed=low <= value <= high) if is_judged else Figure(what, value)
 
 
 def at_most(what: str, value: float, limit: float, *, is_judged: bool = True) -> Figure:

@@ -19,7 +19,7 @@ from gpt.run_folder.files import read_steps
 from lab.acceptance.child import ROOT, as_options
 from lab.faults.runs import prepare_corpus
 from lab.faults.testbed import Node, joined_nodes, launch_on, testbed_problem
-from lab.faults.two_nodes import Job
+from lab.faults.two_nodes import start
 from lab.pages.plots import plot
 
 RATES = (None, 1000, 200)  # Mbit/s; None: not limited
@@ -60,7 +60,7 @@ def measure(nodes: list[Node], settings: dict[str, object], rate: int | None, fo
     row: dict = {"mbit_per_second": rate, "measured": {}, "projected": {}, "cluster": cluster.read_text()}
     for layout, more in LAYOUTS.items():
         run_dir = folder / layout.replace(" ", "-").replace(",", "")
-        Job(nodes, settings | more, run_dir).run_to_end()
+        start(nodes, settings | more, run_dir).run_to_end()
         records = read_steps(run_dir)[NUM_WARM_UP:]
         row["measured"][layout] = median(TOKENS / record["tokens_per_second"] for record in records)
         row["projected"][layout] = projected_seconds(settings | more, cluster, run_dir / "dry")

@@ -14,14 +14,13 @@ import random
 import re
 import shutil
 import subprocess
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from gpt.run_folder.files import read_steps
 from lab.faults.failing_run import FIRST_RANK_ONLY, MOMENT, POINTS, STEP, Fault
-from lab.faults.runs import LIMIT_SECONDS, OPTIONS, Ended, Steps, end, logged_steps, start
+from lab.faults.runs import LIMIT_SECONDS, OPTIONS, Ended, Steps, logged_steps, start
 from parallel.watchdog import EXIT_CODE
 
 NUM_RANKS, NUM_REPLICAS = 2, 3  # of three replicas, two are a majority
@@ -107,7 +106,7 @@ def kill(this: Round) -> Outcome:
     settings = this.settings(stage, checkpoint__asynchronous=this.chance.random() < 0.5)
     faults = [this.fault("kill", [*POINTS, MOMENT], attempt) for attempt in range(this.chance.randint(1, 3))]
     job = start(settings, this.run_dir, faults, num_restarts=len(faults))
-    check(end(job, LIMIT_SECONDS * (1 + len(faults))), 0, breaks_connections=True)
+    check(job.end(LIMIT_SECONDS * (1 + len(faults))), 0, breaks_connections=True)
     return this.equal(settings, f"stage {stage}, {' '.join(map(str, faults))}")
 
 
@@ -115,11 +114,11 @@ def disturb(this: Round, action: str, points: list[str], code: int = 0, **others
     """Do an action at one of the points, then start the job again, which goes on unless it has ended."""
     stage = this.chance.randrange(4)
     settings, fault = this.settings(stage, **others), this.fault(action, points)
-    ended = end(start(settings, this.run_dir, [fault]))
+    ended = start(settings, this.run_dir, [fault]).end()
     check(ended, code)
     if code and f"rank {fault.rank} " not in ended.errors[0]:
         raise WrongError(f"WRONG NAME: rank {fault.rank} was stopped: {ended.errors[0]}")
-    check(end(start(settings, this.run_dir)), 0)
+    check(start(settings, this.run_dir).end(), 0)
     return this.equal(settings, f"stage {stage}, {fault}")
 
 
@@ -130,15 +129,15 @@ def full_disk(this: Round) -> Outcome:
     if this.chance.random() < 0.5 and _mount(this.run_dir, num_bytes):
         detail = f"{num_bytes:,} bytes of disk"
         try:
-            check(end(start(settings, this.run_dir)), 0, 2)
+            check(start(settings, this.run_dir).end(), 0, 2)
             _mount(this.run_dir, 2**28, "remount,")
-            check(end(start(settings, this.run_dir)), 0)
+            check(start(settings, this.run_dir).end(), 0)
             return this.equal(settings, detail)
         finally:
             subprocess.run(["umount", "-l", str(this.run_dir)], check=True)
     fault = this.fault("full", [*POINTS, MOMENT])
-    check(end(start(settings, this.run_dir, [fault])), 0, 2)
-    check(end(start(settings, this.run_dir)), 0)
+    check(start(settings, this.run_dir, [fault]).end(), 0, 2)
+    check(start(settings, this.run_dir).end(), 0)
     return this.equal(settings, str(fault))
 
 
@@ -155,16 +154,14 @@ def clock(this: Round) -> Outcome:
     subprocess.run([compiler, "-shared", "-fPIC", "-o", library, CLOCK, "-ldl"], check=True)
     offset.write_text("0")
     settings = this.settings(this.chance.randrange(4))
-    environment = {"LD_PRELOAD": str(library), "CLOCK_OFFSET": str(offset)}
     jumps = [this.chance.randint(-MOST_HOURS, MOST_HOURS) for _ in range(2)]
-    job = start(settings, this.run_dir, environment=environment)
+    job = start(settings, this.run_dir, LD_PRELOAD=str(library), CLOCK_OFFSET=str(offset))
     for step, jump in zip(sorted(this.chance.sample(range(NUM_STEPS - 4), len(jumps))), jumps, strict=True):
-        while job.poll() is None and len(read_steps(this.run_dir)) < step:
-            time.sleep(0.02)
+        job.wait_for_step(step)
         written = offset.with_suffix(".new")
         written.write_text(str(3600 * jump))
         written.rename(offset)  # at once: a reader must not find an empty file
-    check(end(job), 0)
+    check(job.end(), 0)
     return this.equal(settings, f"stage {settings['zero.stage']}, {jumps} hours")
 
 
@@ -172,15 +169,8 @@ def flip_replicated(this: Round) -> Outcome:
     """Flip a bit at stage 0, where every rank has every state: the check of replicas names rank and parameter."""
     settings = this.settings(0, guard__check_replicas_every=this.chance.randint(1, 4), optimizer__clip_norm=1e9)
     settings |= {"train.global_batch_size": 2 * NUM_REPLICAS}
-    ended, rank, name, detail = _flip(this, settings, ["gradient", "weight", "moment"], NUM_REPLICAS)
-    for error in ended.errors:
-        if found := re.search(r"data rank (\d+) differ in (.*) from those of the other 2", error):
-            if int(found[1]) == rank and (name in found[2] or " more" in found[2]):
-                return Outcome("rank and parameter named", detail)
-            raise WrongError(f"WRONG NAME: {error} ({detail})")
-    if ended.code == 0 and logged_steps(this.run_dir) == this.undisturbed(settings, NUM_REPLICAS):
-        return Outcome("no effect", detail)
-    raise WrongError(f"NOT NAMED: exit code {ended.code}, {' '.join(ended.errors)} ({detail})")
+    pattern = r"data rank (?P<rank>\d+) differ in (?P<parameter>.*) from those of the other 2"
+    return _flip_to_be_named(this, settings, ["gradient", "weight", "moment"], pattern)
 
 
 def flip_elsewhere(this: Round) -> Outcome:
@@ -207,12 +197,18 @@ def flip_audited(this: Round) -> Outcome:
     settings = this.settings(stage, guard__audit_every=1, train__reproducible="layout")
     settings |= {"train.global_batch_size": 2 * NUM_REPLICAS, "train.reproducible_blocks": NUM_REPLICAS}
     targets = ["master", "moment", *(["weight"] if stage < 3 else [])]
-    ended, rank, _, detail = _flip(this, settings, targets, NUM_REPLICAS)
-    for error in ended.errors:
-        if found := re.search(r"(?:are those|model states) of ranks? (\d+) ", error):
-            if int(found[1]) == rank:
-                return Outcome("rank named", detail)
-            raise WrongError(f"WRONG NAME: {error} ({detail})")
+    return _flip_to_be_named(this, settings, targets, r"(?:are those|model states) of ranks? (?P<rank>\d+) ")
+
+
+def _flip_to_be_named(this: Round, settings: dict[str, object], targets: list[str], pattern: str) -> Outcome:
+    """Flip a bit on one of three ranks. The groups of `pattern` are what an error must name: rank and parameter."""
+    ended, rank, parameter, detail = _flip(this, settings, targets, NUM_REPLICAS)
+    if found := next(filter(None, (re.search(pattern, error) for error in ended.errors)), None):
+        named = found.groupdict()
+        listed = named.get("parameter", parameter)
+        if int(named["rank"]) == rank and (parameter in listed or " more" in listed):
+            return Outcome(f"{' and '.join(named)} named", detail)
+        raise WrongError(f"WRONG NAME: {found.string} ({detail})")
     if ended.code == 0 and logged_steps(this.run_dir) == this.undisturbed(settings, NUM_REPLICAS):
         return Outcome("no effect", detail)
     raise WrongError(f"NOT NAMED: exit code {ended.code}, {' '.join(ended.errors)} ({detail})")
@@ -222,7 +218,7 @@ def _flip(this: Round, settings: dict[str, object], targets: list[str], num_rank
     """Flip a random bit. Return how the job ended, the rank, the parameter, and a description."""
     target, bit = this.chance.choice(targets), this.chance.randrange(32)
     fault = Fault(0, this.chance.randrange(num_ranks), STEP, this.chance.randint(2, NUM_STEPS - 4), f"{target}.{bit}")
-    ended = end(start(settings, this.run_dir, [fault], num_ranks=num_ranks))
+    ended = start(settings, this.run_dir, [fault], num_ranks=num_ranks).end()
     check(ended, 0, 2)
     flipped = re.search(r"chaos: (.* of (\S+), bit .*)", ended.said)
     if not flipped:

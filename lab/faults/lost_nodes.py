@@ -13,11 +13,9 @@ too many steps, or logged other losses than the undisturbed run.
 
 import argparse
 import json
-import os
 import random
 import re
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,15 +28,14 @@ from typing import Literal, get_args
 
 from gpt.checkpoint.folder import checkpoints
 from gpt.run_folder.files import CHECKPOINTS, read_steps
-from lab.acceptance.child import ROOT, as_options
+from lab.acceptance.child import as_options
 from lab.faults.damage import DAMAGES
-from lab.faults.runs import OPTIONS, Steps, logged_steps, prepare_corpus
+from lab.faults.runs import OPTIONS, Job, Steps, prepare_corpus
 from lab.faults.testbed import Node, joined_nodes, testbed_problem
 from zero.state.saved_state import rank_file
 
 NUM_RANKS, SAVE_EVERY, SELDOM = 2, 3, 7
 NEVER = 1000
-LIMIT_SECONDS = 300.0
 SETTINGS = OPTIONS | {
     "train.reproducible": "layout",
     "train.steps": 24,
@@ -64,101 +61,69 @@ By = Literal["kill", "link"]
 Source = Literal["snapshot", "checkpoint"]  # what a run goes on from
 
 
-class Launch:
-    """An elastic launch of a run on nodes."""
+def launch(nodes: list[Node], settings: dict[str, object], run_dir: Path, min_nodes: int = 1) -> Job:
+    """Launch a run elastically, by an agent on each node."""
+    names = ",".join(node.address for node in nodes)
+    own = ["--nodes", names, f"--num_ranks={NUM_RANKS}", f"--min_nodes={min_nodes}", "--wait=60", "--"]
+    program = ["pretrain_gpt.py", *as_options(settings | {"run.dir": run_dir})]
+    words = [sys.executable, "-m", "gpt.elastic", *own, *program]
+    commands = {node.name: node.command(words, "mount -t tmpfs tmpfs /dev/shm") for node in nodes}
+    return Job(commands, run_dir, GLOO_SOCKET_IFNAME="e0")
 
-    def __init__(self, nodes: list[Node], settings: dict[str, object], run_dir: Path, min_nodes: int = 1):
-        self.nodes, self.run_dir = nodes, run_dir
-        self._log = run_dir.with_suffix(".log")
-        names = ",".join(node.address for node in nodes)
-        own = ["--nodes", names, f"--num_ranks={NUM_RANKS}", f"--min_nodes={min_nodes}", "--wait=60", "--"]
-        program = ["pretrain_gpt.py", *as_options(settings | {"run.dir": run_dir})]
-        self._words = [sys.executable, "-m", "gpt.elastic", *own, *program]
-        self._agents = {node.name: self._agent(node) for node in nodes}
 
-    def _agent(self, node: Node) -> subprocess.Popen[bytes]:
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "e0"}
-        command = node.command(self._words, "mount -t tmpfs tmpfs /dev/shm")
-        with self._log.open("ab") as log:
-            return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
+def lose(job: Job, lost: list[Node], step: int, by: By = "kill") -> Loss:
+    """Lose nodes after a step, wait for the end, and return what it has cost."""
+    job.wait_for_step(step)
+    for node in lost:
+        if by == "kill":
+            node.kill_processes()
+        else:
+            node.set_link(is_up=False)
+    return _end_after(job, lost)
 
-    def wait_for_step(self, step: int) -> None:
-        """Return when a step is logged. Raises RuntimeError if the agents end before that."""
-        while len(read_steps(self.run_dir)) < step:
-            if all(agent.poll() is not None for agent in self._agents.values()):
-                raise RuntimeError(self.said[-6000:])
-            time.sleep(0.005)
 
-    def end(self, lost: tuple[str, ...] = ()) -> Steps:
-        """Wait for the agents of the nodes that are not lost, and return the steps.
+def damage_snapshots(job: Job, nodes: list[Node], step: int, chance: random.Random) -> tuple[Loss, Source]:
+    """Kill all ranks after a step and damage a rank's file in the newest snapshot, or in all, on each node.
 
-        Raises RuntimeError if one fails.
-        """
-        deadline = time.monotonic() + LIMIT_SECONDS
-        for name, agent in self._agents.items():
-            try:
-                if agent.wait(max(1.0, deadline - time.monotonic())) and name not in lost:
-                    raise RuntimeError(f"{name}: exit code {agent.returncode}\n{self.said[-6000:]}")
-            except subprocess.TimeoutExpired:
-                raise RuntimeError(f"{name} has not ended\n{self.said[-6000:]}") from None
-        return logged_steps(self.run_dir)
+    Return what it has cost, and from what the run has to go on.
+    """
+    job.wait_for_step(step)
+    while any(len(_snapshots(job, node)) < 2 for node in nodes):
+        time.sleep(0.005)  # until two are complete, before the older one is deleted
+    for agent in job.processes.values():
+        agent.send_signal(signal.SIGSTOP)  # it starts the ranks again only when the files are damaged
+    for node in nodes:
+        node.kill_processes(but=job.processes[node.name].pid)
+    found = [_snapshots(job, node) for node in nodes]
+    every = sorted({step for on_node in found for step in on_node})
+    damaged = every if chance.random() < 0.5 else every[-1:]
+    file = rank_file(Path(), chance.randrange(NUM_RANKS * len(nodes)))
+    for on_node in found:
+        for path in (on_node[step] / file for step in damaged if step in on_node):
+            if path.exists():
+                chance.choice([*DAMAGES.values()])(path)
+    whole = set.intersection(*map(set, found)).difference(damaged)
+    newest = max(checkpoints(job.run_dir / CHECKPOINTS), default=0)
+    for agent in job.processes.values():
+        agent.send_signal(signal.SIGCONT)
+    return _end_after(job, []), "snapshot" if max(whole, default=0) > newest else "checkpoint"
 
-    @property
-    def said(self) -> str:
-        """The output of agents and ranks, without the traces of torch."""
-        lines = self._log.read_text(errors="replace").splitlines()
-        return "\n".join(line for line in lines if not re.match(r"frame #|<omitting|Exception raised|.*\[W|$", line))
 
-    def lose(self, lost: list[Node], step: int, by: By = "kill") -> Loss:
-        """Lose nodes after a step, wait for the end, and return what it has cost."""
-        self.wait_for_step(step)
-        for node in lost:
-            if by == "kill":
-                node.kill_processes()
-            else:
-                node.set_link(is_up=False)
-        return self._end_after(lost)
+def _snapshots(job: Job, node: Node) -> dict[int, Path]:
+    """Return the snapshots in a node's memory by step, as this process sees it."""
+    (folder,) = Path(f"/proc/{job.processes[node.name].pid}/root/dev/shm/zero-gpt").iterdir()
+    return checkpoints(folder)
 
-    def damage_snapshots(self, step: int, chance: random.Random) -> tuple[Loss, Source]:
-        """Kill all ranks after a step and damage a rank's file in the newest snapshot, or in all, on each node.
 
-        Return what it has cost, and from what the run has to go on.
-        """
-        self.wait_for_step(step)
-        while any(len(checkpoints(self._memory_of(node))) < 2 for node in self.nodes):
-            time.sleep(0.005)  # until two are complete, before the older one is deleted
-        for agent in self._agents.values():
-            agent.send_signal(signal.SIGSTOP)  # it starts the ranks again only when the files are damaged
-        for node in self.nodes:
-            node.kill_processes(but=self._agents[node.name].pid)
-        found = [checkpoints(self._memory_of(node)) for node in self.nodes]
-        every = sorted({step for on_node in found for step in on_node})
-        damaged = every if chance.random() < 0.5 else every[-1:]
-        file = rank_file(Path(), chance.randrange(NUM_RANKS * len(self.nodes)))
-        for on_node in found:
-            for path in (on_node[step] / file for step in damaged if step in on_node):
-                if path.exists():
-                    chance.choice([*DAMAGES.values()])(path)
-        whole = set.intersection(*map(set, found)).difference(damaged)
-        newest = max(checkpoints(self.run_dir / CHECKPOINTS), default=0)
-        for agent in self._agents.values():
-            agent.send_signal(signal.SIGCONT)
-        return self._end_after([]), "snapshot" if max(whole, default=0) > newest else "checkpoint"
-
-    def _memory_of(self, node: Node) -> Path:
-        """Return the folder of a node's snapshots, as this process sees it."""
-        (folder,) = Path(f"/proc/{self._agents[node.name].pid}/root/dev/shm/zero-gpt").iterdir()
-        return folder
-
-    def _end_after(self, lost: list[Node]) -> Loss:
-        died, num_done = time.time(), len(read_steps(self.run_dir))
-        names = tuple(node.name for node in lost)
-        steps = self.end(names)
-        records = map(json.loads, (self.run_dir / "metrics.jsonl").read_text().splitlines())
-        next_time = min(record["unix_time"] for record in records if record["unix_time"] > died + 1.0)
-        source, resumed = re.findall(r"resumed from (\S+), after step (\d+)", self.said)[-1]
-        kind = "snapshot" if source.startswith("/dev/shm") else "checkpoint"
-        return Loss(" and ".join(names), kind, num_done - int(resumed), next_time - died, steps)
+def _end_after(job: Job, lost: list[Node]) -> Loss:
+    died, num_done = time.time(), len(read_steps(job.run_dir))
+    names = [node.name for node in lost]
+    steps = job.run_to_end(but=names)
+    records = map(json.loads, (job.run_dir / "metrics.jsonl").read_text().splitlines())
+    next_time = min(record["unix_time"] for record in records if record["unix_time"] > died + 1.0)
+    source, resumed = re.findall(r"resumed from (\S+), after step (\d+)", job.said)[-1]
+    kind = "snapshot" if source.startswith("/dev/shm") else "checkpoint"
+    return Loss(" and ".join(names), kind, num_done - int(resumed), next_time - died, steps)
 
 
 def lose_nodes(
@@ -189,11 +154,11 @@ def lose_nodes(
         lost = [nodes[(first + offset) % num_nodes] for offset in range(num_lost)]
         step = this.randrange(1 + every, 16)
         run_dir = folder / f"round-{number}-{source}"
-        launch = Launch(nodes, settings, run_dir, 1 if by == "kill" else 2)
+        job = launch(nodes, settings, run_dir, 1 if by == "kill" else 2)
         if lost:
-            found = launch.lose(lost, step, by)
+            found = lose(job, lost, step, by)
         else:
-            found, source = launch.damage_snapshots(step, this)
+            found, source = damage_snapshots(job, nodes, step, this)
     wrong = []
     if found.source != source:
         wrong.append(f"went on from a {found.source}")
@@ -205,7 +170,7 @@ def lose_nodes(
 def undisturbed_steps(corpus: Path, folder: Path) -> Steps:
     """Return the steps of a run that loses nothing, on two nodes."""
     with joined_nodes() as nodes:
-        return Launch(nodes, SETTINGS | {"data.path": corpus}, folder / "undisturbed").end()
+        return launch(nodes, SETTINGS | {"data.path": corpus}, folder / "undisturbed").run_to_end()
 
 
 def main() -> int:

@@ -5,17 +5,20 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from data import prepare
+from gpt.run_folder.files import read_steps
 from lab.acceptance.child import ROOT, as_options, descendants, kill_all
 from lab.faults.failing_run import Fault
 
 OPTIONS: dict[str, object] = {"config": Path(__file__).with_name("run.yaml")}
 Steps = list[tuple]  # (step, loss, gradient norm) of each
-LIMIT_SECONDS = 240.0  # for one start of a job, which takes 10 on a machine with two idle cores
+# Limits for one start of a job, which takes 10 s on a machine with two idle cores, and for a run that is not disturbed.
+LIMIT_SECONDS, RUN_SECONDS = 240.0, 600.0
 # The last line of a traceback that a rank prints because another one has ended.
 BROKEN_CONNECTION = re.compile(
     r"closed by peer|Connection reset|Broken pipe|Connection refused|gloo/transport|\bstore\b"
@@ -57,6 +60,57 @@ class Ended:
         return [line for line in self.said.splitlines() if line.startswith("error: ")]
 
 
+class Job:
+    """The processes of a run, by name: one launcher, or one on each node. What they say is added to one log."""
+
+    def __init__(self, commands: Mapping[str, Sequence[str]], run_dir: Path, **environment: str):
+        self.run_dir, self._log = run_dir, run_dir.with_suffix(".log")
+        with self._log.open("ab") as log:
+            self._begin = log.tell()
+            # A process of its own writes the log: the files that a rank writes may be limited by a fault.
+            self._writer = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=log)
+        pipe = self._writer.stdin
+        assert pipe is not None
+        self.processes = {
+            name: subprocess.Popen(
+                command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"} | environment, stdout=pipe, stderr=pipe
+            )
+            for name, command in commands.items()
+        }
+        pipe.close()
+
+    @property
+    def said(self) -> str:
+        """What the processes have said since this start of the run."""
+        return self._log.read_bytes()[self._begin :].decode(errors="replace")
+
+    def wait_for_step(self, step: int) -> None:
+        """Return when a step is logged, or all processes have ended."""
+        while len(read_steps(self.run_dir)) < step and any(one.poll() is None for one in self.processes.values()):
+            time.sleep(0.005)
+
+    def end(self, limit_seconds: float = LIMIT_SECONDS, but: Collection[str] = ()) -> Ended:
+        """Wait for all processes, of which the codes of some do not count. Kill all if one does not end in time."""
+        deadline = time.monotonic() + limit_seconds
+        try:
+            codes = {name: one.wait(deadline - time.monotonic()) for name, one in self.processes.items()}
+            self._writer.wait(deadline - time.monotonic())
+        except subprocess.TimeoutExpired:
+            for one in self.processes.values():
+                kill_all([*descendants(one.pid), one.pid])
+                one.wait()
+            self._writer.wait()
+            return Ended(None, self.said)
+        return Ended(next((code for name, code in codes.items() if code and name not in but), 0), self.said)
+
+    def run_to_end(self, but: Collection[str] = ()) -> Steps:
+        """Return the logged steps. Raises RuntimeError with the end of the log if a process fails or does not end."""
+        ended = self.end(RUN_SECONDS, but)
+        if ended.code != 0:
+            raise RuntimeError(f"exit code {ended.code}\n{ended.said[-6000:]}")
+        return logged_steps(self.run_dir)
+
+
 def start(
     arguments: dict[str, object],
     run_dir: Path,
@@ -64,32 +118,13 @@ def start(
     *,
     num_ranks: int = 2,
     num_restarts: int = 0,
-    environment: Mapping[str, str] | None = None,
-) -> subprocess.Popen[str]:
+    **environment: str,
+) -> Job:
     """Start a job, which its launcher restarts after a failure up to `num_restarts` times."""
     command = [sys.executable, "-m", "parallel.launch", "--standalone", f"--nproc-per-node={num_ranks}"]
     command += [f"--max-restarts={num_restarts}", "--shutdown-timeout=5", "-m", "lab.faults.failing_run"]
     command += [word for fault in faults for word in ("--fault", str(fault))]
-    command += ["--", *as_options(arguments | {"run.dir": run_dir})]
-    return subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | dict(environment or {}),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-    )
-
-
-def end(job: subprocess.Popen[str], limit_seconds: float = LIMIT_SECONDS) -> Ended:
-    """Wait for a job. If it does not end in time, kill all of its processes."""
-    try:
-        said, _ = job.communicate(timeout=limit_seconds)
-        return Ended(job.returncode, said)
-    except subprocess.TimeoutExpired:
-        kill_all([*descendants(job.pid), job.pid])
-        return Ended(None, job.communicate()[0])
+    return Job({"launcher": [*command, "--", *as_options(arguments | {"run.dir": run_dir})]}, run_dir, **environment)
 
 
 def logged_steps(run_dir: Path) -> Steps:
@@ -99,10 +134,7 @@ def logged_steps(run_dir: Path) -> Steps:
 
 def run_under(arguments: dict[str, object], run_dir: Path, faults: Sequence[Fault], num_ranks: int = 2) -> Steps:
     """Return the steps of a run that the launcher restarts after each of `faults`. Raises RuntimeError if it fails."""
-    ended = end(start(arguments, run_dir, faults, num_ranks=num_ranks, num_restarts=len(faults)))
-    if ended.code:
-        raise RuntimeError(f"{' '.join(map(str, faults))}: exit code {ended.code}\n{ended.said[-4000:]}")
-    return logged_steps(run_dir)
+    return start(arguments, run_dir, faults, num_ranks=num_ranks, num_restarts=len(faults)).run_to_end()
 
 
 def prepare_corpus(folder: Path) -> Path:

@@ -8,16 +8,13 @@ processes of a node are killed, in the third its link is taken down; both are th
 """
 
 import os
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
-from gpt.run_folder.files import read_steps
-from lab.acceptance.child import ROOT, as_options
-from lab.faults.runs import OPTIONS, Steps, logged_steps, prepare_corpus
+from lab.acceptance.child import as_options
+from lab.faults.runs import OPTIONS, Job, Steps, prepare_corpus
 from lab.faults.testbed import Node, joined_nodes, ssh_to, testbed_problem
 
 NUM_STEPS, HANG_SECONDS = 40, 8
@@ -31,64 +28,45 @@ SETTINGS = OPTIONS | {
 }
 
 
-class Job:
-    """A training run on all nodes, in a folder that they share."""
-
-    def __init__(self, nodes: list[Node], settings: dict[str, object], run_dir: Path):
-        self._run_dir = run_dir
-        hosts = run_dir.with_suffix(".hosts")
-        hosts.write_text("".join(f"{node.address}\n" for node in nodes))
-        stubs = run_dir.with_suffix(".bin")
-        ssh = stubs if stubs.exists() else ssh_to(nodes, stubs)
-        self._environment = os.environ | {
-            "HOSTS": str(hosts),
-            "PATH": f"{ssh}:{os.environ['PATH']}",
-            "PYTHON": sys.executable,
-            "RANKS_PER_NODE": "2",
-            "OMP_NUM_THREADS": "1",
-            "PREFLIGHT_SECONDS": "60",
-            "GRACE_SECONDS": str(END_SECONDS / 2),
-        }
-        self._command = ["scripts/launch/hostfile.sh", *as_options(settings | {"run.dir": run_dir})]
-
-    def start(self) -> subprocess.Popen:
-        log = self._run_dir.with_suffix(".log").open("a")
-        return subprocess.Popen(self._command, cwd=ROOT, env=self._environment, stdout=log, stderr=log)
-
-    def run_to_end(self) -> Steps:
-        """Run the job and return its logged steps. Raises RuntimeError with the end of its log if it fails."""
-        if self.start().wait():
-            raise RuntimeError(self._run_dir.with_suffix(".log").read_text()[-6000:])
-        return logged_steps(self._run_dir)
-
-    def run_until_node_is_lost(self, lose: Callable[[], None], step: int) -> int:
-        """Start the job, call `lose` after `step`, and return the job's exit code.
-
-        Raises TimeoutExpired if the job does not end.
-        """
-        running = self.start()
-        while len(read_steps(self._run_dir)) < step and running.poll() is None:
-            time.sleep(0.02)
-        lose()
-        return running.wait(END_SECONDS)
+def start(nodes: list[Node], settings: dict[str, object], run_dir: Path) -> Job:
+    """Start a training run by hostfile.sh on all nodes, which share its folder."""
+    hosts, stubs = run_dir.with_suffix(".hosts"), run_dir.with_suffix(".bin")
+    hosts.write_text("".join(f"{node.address}\n" for node in nodes))
+    if not stubs.exists():
+        ssh_to(nodes, stubs)
+    return Job(
+        {"launcher": ["scripts/launch/hostfile.sh", *as_options(settings | {"run.dir": run_dir})]},
+        run_dir,
+        HOSTS=str(hosts),
+        PATH=f"{stubs}:{os.environ['PATH']}",
+        PYTHON=sys.executable,
+        RANKS_PER_NODE="2",
+        PREFLIGHT_SECONDS="60",
+        GRACE_SECONDS=str(END_SECONDS / 2),
+    )
 
 
 def lose_and_restart(nodes: list[Node], prefix: Path, folder: Path) -> tuple[Steps, dict[str, tuple[int, Steps]]]:
     """Return the steps of the undisturbed run, and {what was lost: (exit code, all steps after the restart)}."""
     settings = SETTINGS | {"data.path": prefix}
-    undisturbed = Job(nodes, settings, folder / "undisturbed").run_to_end()
+    undisturbed = start(nodes, settings, folder / "undisturbed").run_to_end()
     losses: dict[str, Callable[[], None]] = {
         "processes of n2": nodes[1].kill_processes,
         "link of n2": lambda: nodes[1].set_link(is_up=False),
     }
     found = {}
     for what, lose in losses.items():
-        job = Job(nodes, settings, folder / what.replace(" ", "-"))
-        code = job.run_until_node_is_lost(lose, step=10)
+        run_dir = folder / what.replace(" ", "-")
+        job = start(nodes, settings, run_dir)
+        job.wait_for_step(10)
+        lose()
+        # Only the launcher: ranks of the lost node may be left.
+        code = job.processes["launcher"].wait(END_SECONDS)
         for node in nodes:
             node.set_link(is_up=True)
             node.kill_processes()  # as a scheduler does with processes that a job has left
-        found[what] = code, job.run_to_end()
+        job.end()
+        found[what] = code, start(nodes, settings, run_dir).run_to_end()
     return undisturbed, found
 
 

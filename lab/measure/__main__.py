@@ -7,11 +7,9 @@ file for dry runs and the planner.
 """
 
 import argparse
-import json
 import socket
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from lab.measure import bandwidth
@@ -30,7 +28,6 @@ from lab.measure.measured_cluster import (
 from parallel.errors import ConfigError
 from parallel.launch.preflight import add_arguments, arguments_only, check_by_store, split_words
 from parallel.mesh import Mesh
-from parallel.store import shared_store
 from parallel.world import World, exit_with_error, start_world, stop_world
 
 
@@ -38,13 +35,9 @@ def check_and_measure(options: argparse.Namespace, arguments: Sequence[str]) -> 
     """Compare the nodes and measure links and devices, by all ranks of a job. Raises ConfigError on all ranks."""
     expected = ClusterSpec.load(options.expect) if options.expect else None
     world = start_world()
-    store = shared_store()
     # Nodes are compared before anything is measured: rates of a job that cannot start are of no use.
     check_by_store(world, arguments_only(arguments, world.size), options.wait)
-    found = measure(world, options.tensor_size)
-    store.set(f"preflight/{world.rank}", json.dumps(asdict(found)))
-    if world.is_first:
-        by_rank = [Measured.parse(store.get(f"preflight/{rank}")) for rank in range(world.size)]
+    if by_rank := bandwidth.gathered(measure(world, options.tensor_size), world):
         sys.stdout.write("\n".join(describe(by_rank, expected)) + "\n")
         if options.write:
             spec = cluster_of(by_rank, world, options.name)

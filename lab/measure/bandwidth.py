@@ -1,11 +1,12 @@
 """Measurements of the links and the devices of a job, made by all ranks at once, as in training."""
 
+import pickle
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,8 @@ from torch import Tensor
 
 from lab.measure.curves import Curve
 from parallel.mesh import Axis, Mesh
+from parallel.store import shared_store
+from parallel.world import World
 
 COLLECTIVES = "all_reduce", "all_gather", "reduce_scatter"
 LINK_BYTES = 8 * 2**20  # of a message between two ranks
@@ -29,6 +32,7 @@ LEAST_ESTIMATE = 1e-7  # seconds, of an action that the clock does not see
 # A rate is slow below these fractions of the median of comparable links or devices, or of the rate in a cluster file.
 SLOW_LINK, SLOW_DEVICE, SLOW_FOR_CLUSTER = 0.7, 0.8, 0.5
 Measurement = Callable[[], object]
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -40,11 +44,6 @@ class LinkRate:
     ranks: tuple[int, ...]  # in the whole job
     bytes_per_second: float
 
-    @classmethod
-    def from_plain(cls, content: Mapping[str, Any]) -> Self:
-        """Return the rate that was written as JSON."""
-        return cls(**{**content, "ranks": tuple(content["ranks"])})
-
 
 @dataclass(frozen=True)
 class DeviceRate:
@@ -55,6 +54,16 @@ class DeviceRate:
     memory_bytes_per_second: float
     host_bytes_per_second: float
     kernel_seconds: float
+
+
+def gathered(own: Found, world: World) -> list[Found]:
+    """Return what all ranks have found, by rank, on the first one; on the others an empty list.
+
+    It is pickled into the store of the job, as torch's rendezvous is.
+    """
+    store = shared_store()
+    store.set(f"found/{world.rank}", pickle.dumps(own))  # type: ignore[arg-type]
+    return [pickle.loads(store.get(f"found/{rank}")) for rank in range(world.size)] if world.is_first else []
 
 
 def message_bytes(num_ranks: int) -> int:

@@ -5,20 +5,20 @@ that a dry run counts.
 """
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import cycle
+from itertools import chain, cycle, product
 from statistics import median
-from typing import Generic, Self, TypeVar
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lab.measure.bandwidth import measured_seconds
-from lab.measure.curves import Curve, curve_name, type_name
-from lab.measure.products import Attention, Product
+from lab.measure.curves import Curve, curve_name
 from lab.measure.reference_step import measure_reference_step
 from lab.observe.kernel_log import Kernel, kernels_of
 
@@ -41,15 +41,13 @@ NUM_TINY_LAYERS, NUM_TINY_STEPS = 24, 20
 LAUNCHES_TOGETHER = {"cpu": 1, "cuda": 10}
 
 Action = Callable[[], object]
-Shape = TypeVar("Shape")
 
 
 @dataclass(frozen=True)
-class MeasuredKernel(Generic[Shape]):
-    """A matrix product or a fused attention: its type, its shape as in `Kernel`, and its time."""
+class MeasuredKernel:
+    """A kernel as a log has it, with the type of its inputs, and its time."""
 
-    dtype: str
-    shape: Shape
+    kernel: Kernel
     seconds: float
 
 
@@ -105,41 +103,67 @@ KERNELS: tuple[Callable[[Tensor], Action], ...] = (
 class DeviceKernels:
     """The measured kernels of one device, and the seconds for which its host is busy with one of them."""
 
-    curves: list[Curve]
-    products: list[MeasuredKernel[Product]]
-    attentions: list[MeasuredKernel[Attention]]
+    kernels: list[MeasuredKernel]
     launch_seconds: float
-    step_seconds: dict[str, float]  # of the reference step, by type
+    step_seconds: dict[torch.dtype, float]  # of the reference step
 
     @classmethod
     def measure(cls, device: torch.device) -> Self:
         """Measure the device. All ranks of a node should do it at the same time, as they compute in a run."""
         return cls(
             # First, while all ranks begin together.
-            step_seconds={type_name(dtype): measure_reference_step(device, dtype) for dtype in DTYPES},
-            curves=measure_kernels(device),
-            products=measure_products(device),
-            attentions=measure_attention(device),
+            step_seconds={dtype: measure_reference_step(device, dtype) for dtype in DTYPES},
+            kernels=measure_kernels(device),
             launch_seconds=measure_launch(device),
         )
 
+    @property
+    def curves(self) -> list[Curve]:
+        """The times of the kernels that the memory bounds on a GPU, over the bytes that they move."""
+        points = defaultdict[str, list[tuple[float, float]]](list)
+        for one in self.kernels:
+            if one.kernel.product is None and one.kernel.attention is None:
+                points[curve_name(one.kernel.name, one.kernel.dtype)].append((one.kernel.num_bytes, one.seconds))
+        return [Curve(name, *zip(*found, strict=True)) for name, found in points.items()]
 
-def measure_kernels(device: torch.device) -> list[Curve]:
-    """Measure the kernels of a training step that the memory bounds on a GPU, by size and type."""
-    return [_curve(build, dtype, device) for dtype in DTYPES for build in KERNELS]
+
+def measure_kernels(device: torch.device) -> list[MeasuredKernel]:
+    """Measure the kernels of a training step by size and type."""
+    found = []
+    for dtype in DTYPES:
+        # One after the other: the inputs of all actions together do not fit the memory of a device.
+        for actions in chain(_moving(device, dtype), _products(device, dtype), _attentions(device, dtype)):
+            turn = cycle(actions)
+            seconds = _seconds_each(lambda turn=turn: next(turn)(), device)  # type: ignore[misc]
+            found.append(MeasuredKernel(replace(largest_kernel(actions[0]), dtype=dtype), seconds))
+    return found
 
 
-def _curve(build: Callable[[Tensor], Action], dtype: torch.dtype, device: torch.device) -> Curve:
-    sizes, seconds, name = [], [], ""
-    for numel in NUMELS[device.type]:
+def _moving(device: torch.device, dtype: torch.dtype) -> Iterator[list[Action]]:
+    """Yield actions that run one of `KERNELS` on tensors of one size, to be done in turn."""
+    for build, numel in product(KERNELS, NUMELS[device.type]):
         copies = max(1, min(MOST_ROTATED, ROTATED_BYTES // (numel * dtype.itemsize)))
         values = torch.rand(numel // WIDTH, WIDTH, device=device).to(dtype)
-        actions = [build(values.clone()) for _ in range(copies)]
-        kernel = largest_kernel(actions[0])
-        name, turn = kernel.name, cycle(actions)
-        sizes.append(float(kernel.num_bytes))
-        seconds.append(_seconds_each(lambda turn=turn: next(turn)(), device))  # type: ignore[misc]
-    return Curve(curve_name(name, dtype), tuple(sizes), tuple(seconds))
+        yield [build(values.clone()) for _ in range(copies)]
+
+
+def _products(device: torch.device, dtype: torch.dtype) -> Iterator[list[Action]]:
+    """Yield the products of the forward and the backward of linear layers, from small to large."""
+    for tokens, num_inputs, num_outputs in LAYERS[device.type]:
+        shapes = (tokens, num_inputs), (num_outputs, num_inputs), (tokens, num_outputs)
+        x, weight, gradient = (torch.rand(*shape, device=device).to(dtype) for shape in shapes)
+        for one, other in ((x, weight.t()), (gradient, weight), (gradient.t(), x)):
+            yield [partial(torch.mm, one, other)]
+
+
+def _attentions(device: torch.device, dtype: torch.dtype) -> Iterator[list[Action]]:
+    """Yield forward and backward of causal attention, as far as they are fused kernels."""
+    attend = partial(F.scaled_dot_product_attention, is_causal=True)
+    for heads, seq, head_dim in ATTENTIONS[device.type]:
+        inputs = [torch.rand(1, heads, seq, head_dim, device=device).to(dtype) for _ in range(3)]
+        for action in (partial(attend, *inputs), _backward_of(attend, *inputs)):
+            if largest_kernel(action).attention is not None:
+                yield [action]
 
 
 def largest_kernel(action: Action) -> Kernel:
@@ -155,35 +179,6 @@ def _seconds_each(action: Action, device: torch.device) -> float:
             action()
 
     return measured_seconds(repeated, device, budget=BUDGET_SECONDS) / times
-
-
-def measure_products(device: torch.device) -> list[MeasuredKernel[Product]]:
-    """Measure the products of the forward and the backward of linear layers, from small to large."""
-    found = []
-    for dtype in DTYPES:
-        for tokens, num_inputs, num_outputs in LAYERS[device.type]:
-            x, weight, gradient = (
-                torch.rand(*shape, device=device).to(dtype)
-                for shape in ((tokens, num_inputs), (num_outputs, num_inputs), (tokens, num_outputs))
-            )
-            for one, other in ((x, weight.t()), (gradient, weight), (gradient.t(), x)):
-                seconds = _seconds_each(partial(torch.mm, one, other), device)
-                (m, k), n = one.shape, other.shape[1]
-                found.append(MeasuredKernel(type_name(dtype), (1, m, n, k), seconds))
-    return found
-
-
-def measure_attention(device: torch.device) -> list[MeasuredKernel[Attention]]:
-    found = []
-    for dtype in DTYPES:
-        for heads, seq, head_dim in ATTENTIONS[device.type]:
-            inputs = [torch.rand(1, heads, seq, head_dim, device=device).to(dtype) for _ in range(3)]
-            attend = partial(F.scaled_dot_product_attention, is_causal=True)
-            for action in (partial(attend, *inputs), _backward_of(attend, *inputs)):
-                kernel = largest_kernel(action)
-                if kernel.attention is not None:  # else it is not a fused one
-                    found.append(MeasuredKernel(type_name(dtype), kernel.attention, _seconds_each(action, device)))
-    return found
 
 
 def measure_launch(device: torch.device) -> float:

@@ -14,8 +14,7 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Self
+from dataclasses import dataclass
 
 import torch
 
@@ -45,12 +44,6 @@ class Health:
     links: list[LinkRate]  # inside nodes, then across
     digest: int  # of the bits of the product
     num_wrong: int
-
-    @classmethod
-    def parse(cls, text: bytes) -> Self:
-        found = json.loads(text)
-        links = [LinkRate.from_plain(link) for link in found["links"]]
-        return cls(**(found | {"device": DeviceRate(**found["device"]), "links": links}))
 
 
 def measure(world: World) -> Health:
@@ -151,9 +144,7 @@ def check(names: Sequence[str], expected: ClusterSpec | None) -> None:
     """Measure, and raise ConfigError on all ranks if something is slow or wrong, or print the nodes that are left."""
     world = start_world(StartOptions(hang_seconds=HANG_SECONDS))
     store = shared_store()
-    store.set(f"health/{world.rank}", json.dumps(asdict(measure(world))))
-    if world.is_first:
-        by_rank = [Health.parse(store.get(f"health/{rank}")) for rank in range(world.size)]
+    if by_rank := bandwidth.gathered(measure(world), world):
         store.set("health/faults", json.dumps(find_faults(by_rank, expected)))
     faults = [(node, what) for node, what in json.loads(store.get("health/faults"))]
     if faults and not names:

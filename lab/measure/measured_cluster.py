@@ -6,15 +6,15 @@ from dataclasses import asdict, dataclass, replace
 from datetime import date
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, Self
+from typing import Any
 
 import torch
 import yaml
 
 from lab.measure.bandwidth import DeviceRate, LinkRate
 from lab.measure.cluster import RESERVED_BYTES, ClusterSpec
-from lab.measure.curves import Curve, mean_curves, type_name
-from lab.measure.device_kernels import DeviceKernels, MeasuredKernel
+from lab.measure.curves import Curve, mean_curves
+from lab.measure.device_kernels import DeviceKernels
 from lab.measure.kernel_costs import kernel_seconds
 from lab.measure.products import Product, attention_flops, fit_overhead, peak_rate
 from lab.measure.reference_step import reference_kernels
@@ -45,18 +45,6 @@ class Measured:
     collectives: list[Curve]  # inside nodes
     kernels: DeviceKernels
     reserved_bytes: int  # of the device's memory, which CUDA and NCCL take
-
-    @classmethod
-    def parse(cls, text: bytes) -> Self:
-        found = json.loads(text)
-        for key in ("inside_and_across", "one_rank_per_node", "job_mesh"):
-            found[key] = [LinkRate.from_plain(link) for link in found[key]]
-        kernels = found["kernels"]
-        for key in ("products", "attentions"):
-            kernels[key] = [MeasuredKernel(**(one | {"shape": tuple(one["shape"])})) for one in kernels[key]]
-        kernels["curves"] = [Curve(**curve) for curve in kernels["curves"]]
-        found["collectives"] = [Curve(**curve) for curve in found["collectives"]]
-        return cls(**(found | {"device": DeviceRate(**found["device"]), "kernels": DeviceKernels(**kernels)}))
 
 
 def cluster_of(by_rank: Sequence[Measured], world: World, name: str) -> ClusterSpec:
@@ -105,7 +93,7 @@ def cluster_of(by_rank: Sequence[Measured], world: World, name: str) -> ClusterS
 
 def with_kernels(spec: ClusterSpec, measured: Sequence[DeviceKernels]) -> ClusterSpec:
     """Return the cluster with the measured times of kernels, and the models that are fitted to them."""
-    half, full = (products_of(measured, dtype) for dtype in ("bfloat16", "float32"))
+    half, full = (products_of(measured, dtype) for dtype in (torch.bfloat16, torch.float32))
     half_tiles, full_tiles = fit_overhead(spec.half_products, half), fit_overhead(spec.half_products, full)
     half_rate, full_rate = peak_rate(half_tiles, half), peak_rate(full_tiles, full)
     launch = fmean(kernels.launch_seconds for kernels in measured)
@@ -121,8 +109,8 @@ def with_kernels(spec: ClusterSpec, measured: Sequence[DeviceKernels]) -> Cluste
     )
     return replace(
         spec,
-        attention_fraction=attention_fraction(measured, "bfloat16", spec),
-        full_precision_attention_fraction=attention_fraction(measured, "float32", spec),
+        attention_fraction=attention_fraction(measured, torch.bfloat16, spec),
+        full_precision_attention_fraction=attention_fraction(measured, torch.float32, spec),
     )
 
 
@@ -136,7 +124,7 @@ def _step_factor(
     spec: ClusterSpec, measured: Sequence[DeviceKernels], device: torch.device, dtype: torch.dtype
 ) -> float:
     """Return the factor of the kernels of one type; those of other types in the same step have the spec's factor."""
-    seconds = fmean(kernels.step_seconds[type_name(dtype)] for kernels in measured)
+    seconds = fmean(kernels.step_seconds[dtype] for kernels in measured)
     alone = others = 0.0
     for kernel in reference_kernels(device, dtype):
         if (kernel.dtype in HALF_TYPES) == (dtype in HALF_TYPES):
@@ -146,17 +134,18 @@ def _step_factor(
     return max(seconds - others, LEAST_FACTOR * alone) / alone
 
 
-def products_of(measured: Sequence[DeviceKernels], dtype: str) -> list[tuple[Product, float]]:
-    return [(found.shape, found.seconds) for one in measured for found in one.products if found.dtype == dtype]
+def products_of(measured: Sequence[DeviceKernels], dtype: torch.dtype) -> list[tuple[Product, float]]:
+    found = [one for kernels in measured for one in kernels.kernels if one.kernel.dtype == dtype]
+    return [(one.kernel.product, one.seconds) for one in found if one.kernel.product is not None]
 
 
-def attention_fraction(measured: Sequence[DeviceKernels], dtype: str, cluster: ClusterSpec) -> float | None:
+def attention_fraction(measured: Sequence[DeviceKernels], dtype: torch.dtype, cluster: ClusterSpec) -> float | None:
     """Return the part of the half-precision peak that fused attention reaches; None if there is no such kernel."""
     rates = [
-        attention_flops(found.shape, cluster.attention_overhead) / found.seconds
-        for one in measured
-        for found in one.attentions
-        if found.dtype == dtype
+        attention_flops(one.kernel.attention, cluster.attention_overhead) / one.seconds
+        for kernels in measured
+        for one in kernels.kernels
+        if one.kernel.attention is not None and one.kernel.dtype == dtype
     ]
     return median(rates) / (cluster.peak_half_tflops * 1e12) if rates else None
 

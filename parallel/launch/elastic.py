@@ -26,7 +26,7 @@ from uuid import uuid4
 import torch.distributed as dist
 
 from parallel import watchdog
-from parallel.errors import ConfigError
+from parallel.errors import ConfigError, exit_on_config_error
 from parallel.launch.membership import (
     Limits,
     Peers,
@@ -37,11 +37,11 @@ from parallel.launch.membership import (
     next_start,
     start_to_join,
 )
-from parallel.launch.node_facts import Job, NodeFacts, find_facts, find_problems, marked
+from parallel.launch.node_facts import MARK_SECONDS, Job, NodeFacts, find_facts, find_problems, marked
 from parallel.launch.preflight import DescribeJob, arguments_only, split_words
 from parallel.launch.route import find_route, resolve
 from parallel.launch.signals import take_warnings
-from parallel.world import EXIT_USER_ERROR, LAUNCH_VARIABLE, exit_with_error
+from parallel.world import EXIT_USER_ERROR, LAUNCH_VARIABLE
 
 POLL_SECONDS = 0.25
 JOIN_SECONDS = 30.0  # in which a member must begin a start that the leader has published
@@ -189,10 +189,9 @@ class Agent:
             self._become(start=start.start, members=start.members, state="ended", code=code)
             return
         try:
+            until, nodes = time.monotonic() + MARK_SECONDS, [node for node in start.members if node != self._own.node]
             with marked(Path(self._own_facts.disk)) as mark:
-                others = [
-                    NodeFacts(**self._peers.facts(node, mark)) for node in start.members if node != self._own.node
-                ]
+                others = [NodeFacts(**self._peers.facts(node, mark, until)) for node in nodes]
         except (OSError, HTTPException):
             return  # the node has just been lost: the records are read again
         if problems := find_problems([self._own_facts, *others]) if self._options.check else []:
@@ -343,7 +342,5 @@ def main(
 
 
 if __name__ == "__main__":
-    try:
+    with exit_on_config_error():
         main(sys.argv[1:])
-    except ConfigError as error:
-        exit_with_error(error)

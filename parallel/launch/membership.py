@@ -18,11 +18,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from http.client import HTTPConnection, HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import quote, unquote
 
 from parallel import watchdog
+from parallel.launch.node_facts import MARK_POLL_SECONDS, sees
 
 FACTS = "/facts?"
 REPLY_SECONDS = 2.0  # for which a reply is awaited
@@ -185,7 +185,7 @@ class Peers:
             def do_GET(self) -> None:
                 if self.path.startswith(FACTS):
                     mark = unquote(self.path.removeprefix(FACTS))
-                    answer = facts | {"clock_seconds": time.time(), "shares_folder": not mark or Path(mark).exists()}
+                    answer = facts | {"clock_seconds": time.time(), "shares_folder": sees(mark, 0)}
                 else:
                     answer = asdict(peers.own)
                 body = json.dumps(answer).encode()
@@ -204,14 +204,19 @@ class Peers:
         """Return the records of some nodes, this one's own included if it is among them."""
         return dict(zip(nodes, self._pool.map(self._read, nodes), strict=True))
 
-    def facts(self, node: str, mark: str) -> Any:
+    def facts(self, node: str, mark: str, until: float) -> Any:
         """Return the facts of a node, with the seconds that its clock is ahead, 0 if the reply took longer than that.
 
-        The node looks for the file `mark`, unless it is empty. Raises OSError or HTTPException.
+        The node looks for the file `mark`, unless it is empty; if it does not see it, it is asked again up to this time
+        of the monotonic clock. Raises OSError or HTTPException.
         """
-        asked = time.time()
-        facts = self._get(node, f"{FACTS}{quote(mark)}")
-        answered = time.time()
+        while True:
+            asked = time.time()
+            facts = self._get(node, f"{FACTS}{quote(mark)}")
+            answered = time.time()
+            if facts["shares_folder"] or time.monotonic() >= until:
+                break
+            time.sleep(MARK_POLL_SECONDS)
         ahead = facts["clock_seconds"] - (asked + answered) / 2
         return facts | {"clock_seconds": ahead if abs(ahead) > answered - asked else 0.0}
 

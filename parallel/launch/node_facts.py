@@ -21,6 +21,8 @@ MAX_CLOCK_SECONDS = 2.0  # difference from the first node's clock
 PROBE_BYTES, NUM_PROBES = 8 * 2**20, 4  # written to measure a disk, so many times
 MIN_FREE_BYTES = 2**30
 MIN_DISK_BYTES_PER_SECOND, MIN_SHARE_OF_FASTEST = 5e6, 0.2  # a disk below either is slow
+MARK_SECONDS = 40.0  # in which nodes must see a file of the first: NFS may keep for 30 s what a folder holds
+MARK_POLL_SECONDS = 0.1
 MOST_BYTES_PER_SECOND = 500e6  # that a disk is compared with: those of busy nodes differ, and are fast enough
 
 
@@ -99,6 +101,16 @@ def marked(folder: Path) -> Iterator[str]:
     finally:
         with suppress(OSError):
             mark.unlink()
+
+
+def sees(mark: str, seconds: float) -> bool:
+    """Wait until this node sees the file of `marked`, and return False if the time is over. No file is always seen."""
+    deadline = time.monotonic() + seconds
+    while mark and not os.path.exists(mark):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(MARK_POLL_SECONDS)
+    return True
 
 
 def find_problems(nodes: Sequence[NodeFacts]) -> list[str]:

@@ -12,12 +12,12 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 
-from parallel.errors import ConfigError
+from parallel.errors import ConfigError, exit_on_config_error
 from parallel.launch.node_facts import Job, find_facts, marked
-from parallel.launch.roll_call import collect_facts, connect, report_facts
+from parallel.launch.roll_call import collect_facts, connect, report_facts, wait_for_end
 from parallel.launch.route import find_route, resolve
 from parallel.store import shared_store
-from parallel.world import World, exit_with_error
+from parallel.world import World
 
 DescribeJob = Callable[[Sequence[str], int | None], Job]  # (the program's arguments, number of ranks if known) -> Job
 
@@ -35,6 +35,8 @@ def check_nodes(options: argparse.Namespace, job: Job) -> None:
     store = connect(resolve(options.meet), route.is_host, facts.name, options.wait)
     if not route.is_host:
         if report_facts(store, facts, options.nodes, options.wait):
+            # A scheduler ends all nodes as soon as one has failed: the first one prints the problems before.
+            wait_for_end(store, options.wait)
             raise ConfigError(f"{facts.name}: the preflight has found problems; the first node prints them")
         return
     names = [name for name in options.names.split(",") if name]
@@ -90,7 +92,5 @@ def main(words: Sequence[str], describe_job: DescribeJob = arguments_only) -> No
 
 
 if __name__ == "__main__":
-    try:
+    with exit_on_config_error():
         main(sys.argv[1:])
-    except ConfigError as error:
-        exit_with_error(error)

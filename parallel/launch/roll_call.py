@@ -10,14 +10,14 @@ the same list, so either all of them start the job or none does.
 import json
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
-from pathlib import Path
 
 import torch.distributed as dist
 
-from parallel.errors import ConfigError
-from parallel.launch.node_facts import NodeFacts, find_problems
+from parallel.errors import ConfigError, first_line
+from parallel.launch.node_facts import MARK_SECONDS, NodeFacts, find_problems, sees
 
 NUM_CLOCK_REQUESTS = 5
 POLL_SECONDS = 0.002
@@ -32,7 +32,7 @@ def connect(endpoint: tuple[str, int], is_host: bool, node: str, wait_seconds: f
     except (RuntimeError, OSError) as error:
         if is_host:
             raise ConfigError(
-                f"{node}: port {port} cannot be served here ({_first_line(error)}); choose another"
+                f"{node}: port {port} cannot be served here ({first_line(error)}); choose another"
             ) from error
         raise ConfigError(
             f"{node}: {address}:{port} cannot be reached within {wait_seconds:g} s: start the first node, and let "
@@ -50,17 +50,23 @@ def report_facts(store: dist.Store, facts: NodeFacts, num_nodes: int, wait_secon
     try:
         # The clocks are compared before the facts are set: as soon as it has all facts, the first node stops replying.
         facts = replace(facts, clock_seconds=_clock_difference(store, number))
-        mark = store.get("nodes/mark").decode()
-        facts = replace(facts, shares_folder=not mark or Path(mark).exists())
+        is_shared = sees(store.get("nodes/mark").decode(), min(MARK_SECONDS, wait_seconds / 2))
+        facts = replace(facts, shares_folder=is_shared)
         store.set(f"nodes/facts/{number}", json.dumps(asdict(facts)))
         store.wait(["nodes/verdict"], timedelta(seconds=2 * wait_seconds))
         return json.loads(store.get("nodes/verdict"))
     except (RuntimeError, ValueError) as error:
         raise ConfigError(
-            f"{facts.name}: the first node has ended, or does not answer: {_first_line(error)}; see its output"
+            f"{facts.name}: the first node has ended, or does not answer: {first_line(error)}; see its output"
         ) from error
     finally:
         _sign_off(store)
+
+
+def wait_for_end(store: dist.Store, seconds: float) -> None:
+    """Wait until the first node has ended, and its store with it, or the time is over."""
+    with suppress(RuntimeError):
+        store.wait(["nodes/end"], timedelta(seconds=seconds))
 
 
 def collect_facts(
@@ -117,10 +123,8 @@ def _clock_difference(store: dist.Store, number: int) -> float:
 
 def _sign_off(store: dist.Store) -> None:
     """Tell the first node that this one has read the verdict, if the store is still served."""
-    try:
+    with suppress(RuntimeError, ValueError):
         store.add("nodes/num_left", 1)
-    except (RuntimeError, ValueError):
-        return
 
 
 def _wait_until_read(store: dist.Store, num_others: int, seconds: float) -> None:
@@ -128,8 +132,3 @@ def _wait_until_read(store: dist.Store, num_others: int, seconds: float) -> None
     deadline = time.monotonic() + seconds
     while store.add("nodes/num_left", 0) < num_others and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
-
-
-def _first_line(error: Exception) -> str:
-    """Return the first line of an error, without the C++ stack that torch appends."""
-    return str(error).splitlines()[0][:200]

@@ -7,6 +7,7 @@ import fcntl
 import socket
 import struct
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from parallel.errors import ConfigError, exit_on_config_error
@@ -31,11 +32,14 @@ def find_route(endpoint: str) -> Route:
     local_address = _source_address(address)
     # On Debian a node's own name resolves to 127.0.1.1, which other nodes cannot use.
     if address.startswith("127.") and not endpoint.startswith(("localhost:", "127.0.0.1:")):
-        local_address = _source_address(ELSEWHERE) or address
+        # Nodes of a closed network have routes to each other only.
+        others = (own for _, own in _interfaces() if not own.startswith("127."))
+        local_address = _source_address(ELSEWHERE) or next(others, address)
     if local_address is None:
         node = socket.gethostname()
         raise ConfigError(f"{node}: there is no route from this node to {endpoint}; check RDZV and the network")
-    return Route(_is_own(address), local_address, _interface_of(local_address))
+    interface = next((name for name, own in _interfaces() if own == local_address), "")
+    return Route(_is_own(address), local_address, interface)
 
 
 def resolve(endpoint: str) -> tuple[str, int]:
@@ -68,7 +72,8 @@ def _is_own(address: str) -> bool:
     return True
 
 
-def _interface_of(address: str) -> str:
+def _interfaces() -> Iterator[tuple[str, str]]:
+    """Yield (name, address) of each interface of this node that has an address."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode())
@@ -76,9 +81,7 @@ def _interface_of(address: str) -> str:
                 reply = fcntl.ioctl(control, GET_ADDRESS, request)
             except OSError:  # the interface has no address
                 continue
-            if socket.inet_ntoa(reply[20:24]) == address:
-                return name
-    return ""
+            yield name, socket.inet_ntoa(reply[20:24])
 
 
 def main(endpoint: str) -> None:

@@ -69,7 +69,7 @@ class GroupedHeads(nn.Module):
         rows = part_of(num_heads, axis, "the number of heads") * head_dim, 2 * own_kv_heads * head_dim
         self.q_weight, self.kv_weight = (nn.Parameter(torch.empty(size, in_features)) for size in rows)
         self.q_bias, self.kv_bias = (nn.Parameter(torch.empty(size)) if has_bias else None for size in rows)
-        self.packed_rows = {"kv_weight": (head_dim,) * 2}
+        self.packed_rows = {"q_weight": (head_dim,), "kv_weight": (head_dim,) * 2}
         self.shared_dims = {name: dim for name, dim in self.dims.items() if is_shared and name.startswith("kv")}
         self.split_dims = {name: dim for name, dim in self.dims.items() if name not in self.shared_dims}
 

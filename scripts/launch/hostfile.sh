@@ -50,10 +50,9 @@ trap 'kill "${children[@]}" 2>/dev/null || true' EXIT
 # then this script exits and the trap above stops them.
 code=0
 for _ in "${hosts[@]}"; do
-    wait -n "${children[@]}" && code=0 || {
-        code=$?
-        [[ -n ${MIN_NODES:-} ]] || break
-    }
+    code=0
+    wait -n "${children[@]}" || code=$?
+    [[ $code == 0 || -n ${MIN_NODES:-} ]] || break
 done
 deadline=$((SECONDS + ${GRACE_SECONDS:-30}))
 while [[ $code -ne 0 && $SECONDS -lt $deadline ]] && kill -0 "${children[@]}" 2>/dev/null; do

@@ -25,7 +25,15 @@ def sbatch(words: list[str]) -> None:
 
 def srun(words: list[str]) -> None:
     container = ("--container-image=", "--container-name=", "--container-mounts=", "--container-workdir=")
-    step = ("--kill-on-bad-exit=1", "--wait=", "--cpu-bind=none", "--cpus-per-task=", "--ntasks=", "--ntasks-per-node=")
+    step = (
+        "--export=ALL",
+        "--kill-on-bad-exit=1",
+        "--wait=",
+        "--cpu-bind=none",
+        "--cpus-per-task=",
+        "--ntasks=",
+        "--ntasks-per-node=",
+    )
     _, command = split(words, *step, "--label", *container)
     os.execvp(command[0], command)
 

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from data.errors import DataError
 from data.staging import IndexedWriter
 from gpt.settings.parser import parse_settings
 from parallel.errors import ConfigError
-from parallel.world import start_world
+from parallel.world import World, start_world
 from pretrain_gpt import pretrain
 from tests.end_to_end.runs import options, run_on_rank
 from tests.programs import run_python
@@ -23,6 +24,18 @@ from tests.ranks import run_ranks
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("precision", "has_bf16", "best"), [("bf16", True, None), ("bf16", False, "fp32"), ("fp16", True, "bf16")]
+)
+def test_a_precision_that_is_slow_on_a_cpu_is_named_once(monkeypatch, tmp_path, caplog, precision, has_bf16, best):
+    monkeypatch.setattr("pretrain_gpt.multiplies_in_bf16", lambda _device: has_bf16)
+    settings = parse_settings(options(tmp_path / "nothing", tmp_path, train__precision=precision))
+    with pytest.raises(DataError):  # there is no corpus
+        pretrain(settings, World(0, 1, 0, 1, torch.device("cpu")))
+    said = [f"train.precision={precision} is slow on this CPU; choose {best}"] if best else []
+    assert [record.getMessage() for record in caplog.records if "precision" in record.getMessage()] == said
 
 
 @pytest.mark.parametrize(

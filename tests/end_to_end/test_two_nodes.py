@@ -78,13 +78,13 @@ def test_nodes_that_are_alike_pass(nodes, tmp_path):
         ("mount --bind /dev/null gpt/trainer.py", "n2: other code than elsewhere: gpt/trainer.py"),
         ("mount --bind /dev/null {data}.idx", "n2: other data than elsewhere: {data}.idx"),
         ("mount -t tmpfs -o size=100k tmpfs {run}", "n2: {run} cannot be written: No space left on device"),
-        ("mount -t tmpfs -o size=40m tmpfs {run}", "n2: {run} is nearly full: 0.04 GB are free"),
+        ("mount -t tmpfs -o size=40m tmpfs {run}", "n2: {run} is not the disk of n1"),
         (
             "ip route replace blackhole 10.77.0.1/32",
             "1 of 2 nodes have reported within {wait} s: n1; missing: n2",
         ),
     ],
-    ids=["code", "data", "full disk", "nearly full disk", "blocked port"],
+    ids=["code", "data", "full disk", "own disk", "blocked port"],
 )
 def test_what_is_wrong_with_a_node_is_found_with_its_name(nodes, tmp_path, on_second, found):
     data, run = prepare_corpus(tmp_path), tmp_path / "run"

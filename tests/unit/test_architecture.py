@@ -41,7 +41,7 @@ FLOORS = {
     "zero/optimizers":      "parallel parallel/tensor zero/partition zero/memory zero/buckets zero/step",
     "zero/state":           "parallel parallel/tensor zero zero/partition zero/memory zero/formulas zero/buckets "
                             "zero/optimizers zero/step",
-    "zero/dcp":             "parallel parallel/tensor zero zero/partition zero/step zero/state",
+    "zero/dcp":             "parallel zero zero/partition zero/step zero/state",
 
     "gpt/shape":            "parallel parallel/tensor",
     "gpt/kernels":          "parallel gpt/shape",
@@ -96,7 +96,7 @@ PRIVATE_PART = re.compile(r"torch\.(.*\.)?_[a-zA-Z]")
 TORCH_INTERNALS = {
     "parallel/torch_internals.py",
     "parallel/autograd_internals.py",
-    "zero/dcp/chunked_tensor.py",  # follows the protocol of DTensor
+    "zero/buckets/chunked_tensor.py",  # follows the protocol of DTensor
     "lab/observe/torch_internals.py",
     "lab/observe/inductor_internals.py",
     "lab/bench/step_time.py",  # sets how often dynamo compiles a block

@@ -241,7 +241,8 @@ class GradientReducer:
     def end(self) -> None:
         """End a backward: if it reduces, every bucket reaches its owners."""
         if self._backward is BackwardState.REDUCING:
-            self.mark_ready(self._order.numbers)
+            self._order.mark_all_ready()
+            self._launch_ready()
             self.reductions.receive_all()
             # Only now: no message and no staged gradient is left that needs the memory.
             if self._policy.owned_grads is Lifetime.TRANSIENT:

@@ -43,6 +43,11 @@ class ReductionOrder:
         for position in self._positions.get(param, ()) if positions is None else positions:
             self._expected[position].discard(param)
 
+    def mark_all_ready(self) -> None:
+        """Expect no more gradients."""
+        for expected in self._expected[self._num_launched :]:
+            expected.clear()
+
     def take_complete(self) -> Iterator[tuple[int, GradShard]]:
         """Yield (position, gradients) of each complete bucket whose turn has come, and which the caller launches."""
         while self._num_launched < len(self.buckets) and not self._expected[self._num_launched]:

@@ -5,6 +5,7 @@ A block of 256 elements has one scale, the largest of its magnitudes, and for ea
 do not depend on the sharding.
 """
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, ClassVar
 
@@ -12,38 +13,48 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from zero.optimizers.grouped_adamw import GroupedAdamW
+from zero.optimizers.compressed_adamw import MOMENTS, CompressedAdamW
 from zero.step.atoms import Atom
 
 BLOCK = 256
-CHUNK = 2**14 * BLOCK  # elements that are updated at a time: the temporaries have this length
 SCALE = f"scale_per_{BLOCK}"  # the end of the name of a state that has one value for so many elements
 LOWEST_POWER = -6  # of 10, of the smallest values of the table
-MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # name: has a sign
+SIGNED = dict(zip(MOMENTS, (True, False), strict=True))  # name of a moment: has a sign
 
 
-class AdamW8bit(GroupedAdamW):
-    """AdamW whose moments have 8 bits, and torch's AdamW for groups with update="adamw".
-
-    Moments are quantized after they have been used, so that an update has the exact moments of its step.
-    """
+class AdamW8bit(CompressedAdamW):
+    """AdamW whose moments have 8 bits, and torch's AdamW for groups with update="adamw"."""
 
     method = "adamw8bit"
     own_defaults: ClassVar = {}
     own_atom = Atom(numel=BLOCK)
 
-    def update_param(self, param: nn.Parameter, grad: Tensor, group: dict[str, Any]) -> None:
-        """Update a parameter, or a piece of one that begins with a block."""
-        state = self.state[param]
-        if not state:
-            self._make_states(param, state)
-        is_kept = self.is_kept(param)
-        state["step"].add_(1.0 if is_kept is None else is_kept.to(torch.float32))
-        flat, flat_grad = param.detach().view(-1), grad.reshape(-1)
-        for start in range(0, flat.numel(), CHUNK):
-            elements, blocks = slice(start, start + CHUNK), slice(start // BLOCK, (start + CHUNK) // BLOCK)
-            moments = {name: (state[name][elements], state[f"{name}_{SCALE}"][blocks]) for name in MOMENTS}
-            self._update(flat[elements], flat_grad[elements], moments, state["step"], group)
+    def new_moments(self, param: nn.Parameter) -> dict[str, Tensor]:
+        """Return the numbers and the scales of moments of zeros."""
+        found = {}
+        for name, is_signed in SIGNED.items():
+            zero = table_of(is_signed).index(0.0)
+            found[name] = torch.full((param.numel(),), zero, dtype=torch.uint8, device=param.device)
+            found[f"{name}_{SCALE}"] = torch.zeros(-(-param.numel() // BLOCK), dtype=torch.float32, device=param.device)
+        return found
+
+    def stored(self, state: dict[str, Tensor], elements: slice) -> list[Sequence[Tensor]]:
+        """Return views of the numbers and the scales of some elements, which begin with a block."""
+        blocks = slice(elements.start // BLOCK, -(-elements.stop // BLOCK))
+        return [(state[name][elements], state[f"{name}_{SCALE}"][blocks]) for name in SIGNED]
+
+    def decoded(self, stored: list[Sequence[Tensor]], dtype: torch.dtype) -> list[Tensor]:
+        """Return the values of numbers and scales."""
+        both = zip(SIGNED.values(), stored, strict=True)
+        return [
+            dequantized(numbers, scales, self._table(is_signed, numbers.device)[0]).to(dtype)
+            for is_signed, (numbers, scales) in both
+        ]
+
+    def encoded(self, moments: list[Tensor], param: nn.Parameter, elements: slice) -> list[Sequence[Tensor]]:
+        """Return numbers and scales."""
+        both = zip(SIGNED.values(), moments, strict=True)
+        return [quantized(values, self._table(is_signed, values.device)[1]) for is_signed, values in both]
 
     def requantize(self, param: nn.Parameter, scales: dict[str, Tensor]) -> None:
         """Quantize moments again that were quantized in other blocks; `scales` has the scale of each element.
@@ -52,43 +63,10 @@ class AdamW8bit(GroupedAdamW):
         magnitude in its new block for the first moment, 1/280 for the second.
         """
         state = self.state[param]
-        for name, is_signed in MOMENTS.items():
+        for name, is_signed in SIGNED.items():
             table, bounds = self._table(is_signed, param.device)
             values = table[state[name].int()] * scales[f"{name}_{SCALE}"]
             state[name], state[f"{name}_{SCALE}"] = quantized(values, bounds)
-
-    def _make_states(self, param: nn.Parameter, state: dict[str, Tensor]) -> None:
-        for name, is_signed in MOMENTS.items():
-            zero = table_of(is_signed).index(0.0)
-            state[name] = torch.full((param.numel(),), zero, dtype=torch.uint8, device=param.device)
-            state[f"{name}_{SCALE}"] = torch.zeros(-(-param.numel() // BLOCK), dtype=torch.float32, device=param.device)
-        state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
-
-    def _update(
-        self,
-        param: Tensor,
-        grad: Tensor,
-        moments: dict[str, tuple[Tensor, Tensor]],
-        step: Tensor,
-        group: dict[str, Any],
-    ) -> None:
-        """Update some blocks; `moments` are numbers and scales."""
-        (beta1, beta2), is_kept = group["betas"], self.is_kept(param)
-        if is_kept is not None:
-            grad = grad.masked_fill(is_kept == 0, 0.0)  # times zero, inf would be NaN
-        tables = {name: self._table(is_signed, param.device) for name, is_signed in MOMENTS.items()}
-        first, second = (dequantized(*moments[name], tables[name][0]).to(param.dtype) for name in MOMENTS)
-        first.lerp_(grad, 1 - beta1)
-        second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        num_steps = step.to(param.dtype).clamp(min=1)  # 0 if all steps so far were skipped
-        rate, decay = -group["lr"] / (1 - beta1**num_steps), group["lr"] * group["weight_decay"]
-        if is_kept is not None:
-            rate, decay = rate * is_kept, decay * is_kept
-        update = first / (second.sqrt() / (1 - beta2**num_steps).sqrt()).add_(group["eps"])
-        param.mul_(1 - decay).addcmul_(update, rate)
-        for name, moment in zip(MOMENTS, (first, second), strict=True):
-            for old, new in zip(moments[name], quantized(moment, tables[name][1]), strict=True):
-                old.copy_(new if is_kept is None else torch.where(is_kept == 0, old, new))
 
     def _table(self, is_signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the table and its bounds on a device; kept, because a copy to an accelerator would block the host."""

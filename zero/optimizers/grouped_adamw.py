@@ -5,18 +5,15 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW
 
+from zero.optimizers.cautious_adamw import CautiousAdamW
 from zero.step.atoms import ELEMENT, Atom
 
-ADAM_DEFAULTS: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
 
-
-class GroupedAdamW(AdamW):
+class GroupedAdamW(CautiousAdamW):
     """AdamW for groups with update="adamw", and another method for those with update=`method`, which is the default.
 
-    It has the settings of torch's AdamW and of the method. The fused AdamW, which is the default, lets a step
-    be skipped without a wait: see `ZeroOptimizer`.
+    It has the settings of AdamW and of the method.
     """
 
     method: ClassVar[str]
@@ -27,7 +24,7 @@ class GroupedAdamW(AdamW):
 
     def __init__(self, params: Any, **settings: Any):
         own = {name: settings.pop(name, value) for name, value in self.own_defaults.items()}
-        super().__init__(params, **ADAM_DEFAULTS | settings)
+        super().__init__(params, **settings)
         self._flags: dict[tuple[Any, ...], Tensor] = {}
         self.defaults |= {"update": self.method, **own}
         for group in self.param_groups:
@@ -64,7 +61,7 @@ class GroupedAdamW(AdamW):
             return value
         key = found_inf.device, value, dtype, otherwise
         if key not in self._flags:
-            self._flags[key] = found_inf.new_full((), otherwise, dtype=dtype).masked_fill_(found_inf == 0, value)
+            self._flags[key] = self.kept(value, dtype, otherwise)
         return self._flags[key]
 
     def clear_if_skipped(self, grad: Tensor) -> None:

@@ -4,6 +4,7 @@ A parameter holds one matrix, or several whose rows take turns, such as the q, k
 
     rows of the parameter     q q k k v v | q q k k v v | ...     packed_rows = (2, 2, 2)
     matrix 1 of 3             . . k k . . | . . k k . . | ...     a row of repetitions; each has `rows` of the `period`
+    with `per_repetition`     . . 1 1 . . | . . 4 4 . . | ...     each repetition, here a head, has matrices of its own
 
 This file is arithmetic on shapes: it is the same on every rank.
 """
@@ -55,6 +56,8 @@ class Matrix:
     """The dim along which the parts of all tensor ranks are put together; None if each rank's part is a matrix."""
     num_parts: int = 1
     """The number of tensor ranks whose parts are put together."""
+    is_repetition: bool = False
+    """Whether it has rows of one repetition only; tensor ranks that divide the parameter have different ones."""
 
     @property
     def numel(self) -> int:
@@ -101,11 +104,14 @@ def matrices_of(
     packed_rows: Sequence[int] | None = None,
     split_dim: int | None = None,
     tensor_size: int = 1,
+    *,
+    per_repetition: bool = False,
 ) -> list[Matrix]:
     """Return the matrices of one parameter, in the order in which they are packed.
 
     `shape` is the shape of this tensor rank's part, `split_dim` the dim along which the parts of `tensor_size` ranks
-    are put together. Raises ConfigError if the parameter is not a matrix, or the rows are not whole repetitions.
+    are put together: not those of single repetitions, which are whole on each rank. Raises ConfigError if the parameter
+    is not a matrix, or the rows are not whole repetitions.
     """
     if len(shape) != 2:
         raise ConfigError(
@@ -120,12 +126,18 @@ def matrices_of(
             f"{name} has {num_rows} rows, which are not whole repetitions of packed_rows={tuple(numbers)}, {period} "
             "rows; correct the `packed_rows` of its module"
         )
+    is_repetition = per_repetition and packed_rows is not None
+    if is_repetition:
+        numbers, period, split_dim = numbers * (num_rows // period), num_rows, None
+    elif len(numbers) == 1:
+        numbers, period = [num_rows], num_rows
     num_parts = tensor_size if split_dim is not None else 1
     found, first = [], 0
     for number in numbers:
         rows = range(first, first + number)
-        own_shape = num_rows // period * number, columns
-        found.append(Matrix(name, own_shape, rows, period, group, split_dim if num_parts > 1 else None, num_parts))
+        shape = num_rows // period * number, columns
+        joined_dim = split_dim if num_parts > 1 else None
+        found.append(Matrix(name, shape, rows, period, group, joined_dim, num_parts, is_repetition))
         first += number
     return found
 

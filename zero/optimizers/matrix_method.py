@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zero.optimizers.cautious_adamw import decay_cautiously
 from zero.optimizers.grouped_adamw import GroupedAdamW
 from zero.step.atoms import MATRIX
 
@@ -61,10 +62,9 @@ class MatrixMethod(GroupedAdamW):
             self.matrix_states[key] = self.matrix_state(shape, device)
         return self.matrix_states[key]
 
-    @staticmethod
-    def matrix_state_numel(shape: tuple[int, int]) -> int:
-        """Return the number of elements of these states."""
-        return 0
+    def matrix_state_bytes(self, shape: tuple[int, int]) -> int:
+        """Return the bytes of these states."""
+        return sum(value.nbytes for value in self.matrix_state(shape, torch.device("meta")).values())
 
     @abstractmethod
     def transform(self, matrices: Tensor, group: dict[str, Any], states: Sequence[dict[str, Tensor]]) -> None:
@@ -74,13 +74,18 @@ class MatrixMethod(GroupedAdamW):
         """
 
     def decay(self, param: Tensor, group: dict[str, Any]) -> None:
-        """Apply the decoupled weight decay to a stretch."""
-        if decay := self.rate(group, None) * group["weight_decay"]:
-            param.mul_(self.if_kept(1 - decay, param.dtype, otherwise=1.0))
+        """Apply the decoupled weight decay to a stretch, unless it is cautious and has to know the update."""
+        if group["weight_decay"] and not group["cautious_decay"]:
+            param.mul_(self._decay_factor(param, group))
 
     def add(self, param: Tensor, update: Tensor, group: dict[str, Any], shape: tuple[int, int]) -> None:
         """Apply its part of the update to a stretch of a matrix of `shape`."""
+        if group["weight_decay"] and group["cautious_decay"]:
+            decay_cautiously(param, update, self._decay_factor(param, group))
         param.add_(update, alpha=-self.rate(group, shape))
+
+    def _decay_factor(self, param: Tensor, group: dict[str, Any]) -> Any:
+        return self.if_kept(1 - self.rate(group, None) * group["weight_decay"], param.dtype, otherwise=1.0)
 
     def rate(self, group: dict[str, Any], shape: tuple[int, int] | None) -> float:
         """Return the learning rate of a matrix of `shape`, or for None of the weight decay."""

@@ -12,6 +12,7 @@ applied while the last ones return.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -125,11 +126,12 @@ class MatrixUpdates(AssembledUpdates):
         self.other_pieces = {bucket: [piece for piece in own if piece.group not in groups] for bucket, own in owned}
         self.buckets = {bucket for bucket in pieces.by_bucket if not params.keys().isdisjoint(bucket.grads.parts)}
         """The buckets in which any rank owns a stretch of a matrix: the same on all ranks."""
-        self.matrices = _matrices(module, pieces.flats, params, tensor.size)
+        self._split = split_dims(module)
+        self.matrices = _matrices(module, pieces.flats, params, tensor.size, inner.param_groups)
         """All matrices, in the order of the layout."""
         # States of whole matrices are saved by one of the replicas, which then has to have all of them. The parts of
         # replicas are as long as the longest one: with fewer matrices than ranks they would be mostly padding.
-        is_divided = not inner.matrix_state_numel((1, 1)) and len(self.matrices) >= shard.size * replica.size
+        is_divided = not inner.matrix_state_bytes((1, 1)) and len(self.matrices) >= shard.size * replica.size
         divided = replica if is_divided else replica.without_peers()
         self.assignment = assign(self.matrices, inner.flops, shard.size * divided.size, tensor.size)
         """The rank that computes each matrix."""
@@ -219,8 +221,7 @@ class MatrixUpdates(AssembledUpdates):
     @property
     def state_bytes(self) -> float:
         """The bytes of the states of all matrices that the ranks along the shard axis share, on one tensor rank."""
-        numels = (self.inner.matrix_state_numel(matrix.whole_shape) / matrix.num_parts for matrix in self.matrices)
-        return sum(numels) * self.inner.message_dtype.itemsize
+        return sum(self.inner.matrix_state_bytes(matrix.whole_shape) / matrix.num_parts for matrix in self.matrices)
 
     def sent_numels(self) -> list[int]:
         """Return the number of elements of matrices that each data rank sends to other shard ranks in a step."""
@@ -238,17 +239,23 @@ class MatrixUpdates(AssembledUpdates):
             return self.inner.state_of_matrix(number, self.matrices[number].whole_shape, self._offload.device)
 
     def _name(self, number: int) -> str:
-        matrix = self.matrices[number]
-        position = number - next(n for n, other in enumerate(self.matrices) if other.param == matrix.param)
-        part = "" if matrix.num_parts == self._tensor_axis.size else f".{self._tensor_axis.rank}"
-        return f"matrix.{matrix.param}.{position}{part}"
+        matrix, tensor = self.matrices[number], self._tensor_axis
+        of_param = [n for n, other in enumerate(self.matrices) if other.param == matrix.param]
+        position = number - of_param[0]
+        if matrix.is_repetition and matrix.param in self._split:  # tensor ranks have one after the other
+            return f"matrix.{matrix.param}.{position + tensor.rank * len(of_param)}"
+        return f"matrix.{matrix.param}.{position}{'' if matrix.num_parts == tensor.size else f'.{tensor.rank}'}"
 
     def _group(self, piece: Piece) -> dict:
         return self.inner.param_groups[piece.group]
 
 
 def _matrices(
-    module: nn.Module, flats: Sequence[FlatParameters], params: Mapping[nn.Parameter, int], tensor_size: int
+    module: nn.Module,
+    flats: Sequence[FlatParameters],
+    params: Mapping[nn.Parameter, int],
+    tensor_size: int,
+    groups: Sequence[Mapping[str, Any]],
 ) -> list[Matrix]:
     """Return the matrices of parameters, in the order of the layout; `params` has the number of the group of each."""
     split, packed = split_dims(module), packed_rows(module)
@@ -257,7 +264,13 @@ def _matrices(
         matrix
         for param, span in spans
         for matrix in matrices_of(
-            span.name, span.shape, params[param], packed.get(span.name), split.get(span.name), tensor_size
+            span.name,
+            span.shape,
+            params[param],
+            packed.get(span.name),
+            split.get(span.name),
+            tensor_size,
+            per_repetition=groups[params[param]].get("per_repetition", False),
         )
     ]
 

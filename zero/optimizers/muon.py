@@ -1,4 +1,11 @@
-"""Muon: momentum whose matrices are made orthogonal by a Newton-Schulz iteration (Jordan et al., 2024)."""
+"""Muon: momentum whose matrices are made orthogonal by a Newton-Schulz iteration (Jordan et al., 2024).
+
+    direction        momentum, with or without Nesterov's
+    iteration        the polynomials that make it orthogonal: newton_schulz, polar_express
+    normalization    none, or by the second moment of rows: NorMuon (Li et al., 2025)
+
+The weight decay is that of `MatrixMethod`, decoupled or cautious.
+"""
 
 import math
 from collections.abc import Sequence
@@ -31,6 +38,7 @@ POLAR_EXPRESS: Sequence[Coefficients] = (
     ),
     (1.875, -1.25, 0.375),
 )
+ROWS, ROWS_EPS = "row_mean_square", 1e-8  # of NorMuon: the name of the state, and what is added to its root
 Adjustment = Literal["original", "match_rms_adamw"]
 ITERATION_DTYPES = {"bf16": DTYPES["bf16"], "fp32": DTYPES["fp32"], "fp64": torch.float64}
 
@@ -42,6 +50,8 @@ class Muon(MatrixOptimizer):
     eps, and `ns_dtype` the type of the iteration, and of the messages: bf16, fp32 or fp64. `iteration`: newton_schulz
     has `ns_coefficients` in all steps, polar_express those of Polar Express, other ones in each. The default
     `adjust_lr_fn`, match_rms_adamw, gives an update the size of AdamW's, so that both can have one learning rate.
+    `row_beta` is the decay of the second moment of rows, by which NorMuon divides them; None: rows stay as they are.
+    `per_repetition`: each repetition of packed rows, such as a head, has matrices of its own.
     """
 
     method = "muon"
@@ -54,6 +64,8 @@ class Muon(MatrixOptimizer):
         "ns_steps": 5,
         "ns_dtype": "bf16",
         "adjust_lr_fn": "match_rms_adamw",
+        "row_beta": None,
+        "per_repetition": False,
         "lr_factor": 1.0,
         "joins_parts": True,
     }
@@ -82,12 +94,21 @@ class Muon(MatrixOptimizer):
             out.copy_(buffer)
 
     def transform(self, matrices: Tensor, group: dict[str, Any], states: Sequence[dict[str, Tensor]]) -> None:
-        """Make the matrices nearly orthogonal."""
+        """Make the matrices nearly orthogonal, and normalize their rows."""
         is_newton_schulz = group["iteration"] == "newton_schulz"
         given = [group["ns_coefficients"]] if is_newton_schulz else POLAR_EXPRESS
         steps = [given[min(number, len(given) - 1)] for number in range(group["ns_steps"])]
         scale = self.if_kept(1.0 if is_newton_schulz else 1 / SAFETY, matrices.dtype)
         orthogonalize_(matrices, steps, group["ns_eps"], scale)
+        if group["row_beta"] is not None:
+            normalize_rows_(matrices, states, self.if_kept(1 - group["row_beta"], states[0][ROWS].dtype))
+
+    def matrix_state(self, shape: tuple[int, int], device: torch.device) -> dict[str, Tensor]:
+        """Return the second moment of the rows of a matrix, if they are normalized, before its first update."""
+        if self.defaults["row_beta"] is None:
+            return {}
+        dtype = torch.promote_types(self.message_dtype, torch.float32)
+        return {ROWS: torch.zeros(shape[0], dtype=dtype, device=device)}
 
     def rate(self, group: dict[str, Any], shape: tuple[int, int] | None) -> float:
         """Return the learning rate, which is adjusted to the shape of a matrix."""
@@ -115,6 +136,20 @@ def orthogonalize_(matrices: Tensor, steps: Sequence[Coefficients], eps: float, 
         gram = torch.bmm(x, x.mT)
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     out.copy_(x)
+
+
+def normalize_rows_(matrices: Tensor, states: Sequence[dict[str, Tensor]], weight: Tensor | float) -> None:
+    """Divide the rows of matrices by the root of their second moment, a mean over steps with `weight` for this one.
+
+    A matrix then gets the norm of one that is orthogonal: with match_rms_adamw, 0.2 in the mean over its elements.
+    """
+    norms = torch.linalg.vector_norm(matrices, dim=2, dtype=states[0][ROWS].dtype)  # (number, rows)
+    means = torch.stack([state[ROWS] for state in states]).lerp_(norms.square() / matrices.size(2), weight)
+    for state, mean in zip(states, means, strict=True):
+        state[ROWS].copy_(mean)
+    factors = 1 / (means.sqrt() + ROWS_EPS)
+    of_matrices = torch.linalg.vector_norm(norms * factors, dim=1, keepdim=True).clamp(min=ROWS_EPS)
+    matrices.mul_((factors * math.sqrt(min(matrices.shape[1:])) / of_matrices)[:, :, None])
 
 
 def adjustment(name: Adjustment | None, shape: tuple[int, int]) -> float:

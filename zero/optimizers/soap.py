@@ -62,12 +62,6 @@ class Soap(MatrixOptimizer):
             "step": torch.zeros((), dtype=dtype, device=device),
         }
 
-    @staticmethod
-    def matrix_state_numel(shape: tuple[int, int]) -> int:
-        """Return the number of elements of these states."""
-        rows, columns = shape
-        return 2 * (rows * columns + rows * rows + columns * columns)
-
     def transform(self, matrices: Tensor, group: dict[str, Any], states: Sequence[dict[str, Tensor]]) -> None:
         """Update the states of matrices by their gradients, and overwrite these by the updates."""
         for matrix, state in zip(matrices, states, strict=True):

@@ -8,6 +8,9 @@ kind of round. As long as both repeat, nothing is exchanged. Before a rank devia
 the host until all ranks announce the same next launch or round; from there to the end of the round each launch is
 compared before it is made. If another rank announces something else, the rank raises at once; if one does not arrive,
 after half of the time that a collective may take.
+
+Ranks may evaluate with different numbers of forwards, and each go on as it has before until one deviates. So from the
+second of two forwards in a row to the end of the step, a rank tells those that wait which rounds it begins.
 """
 
 from collections import defaultdict
@@ -61,6 +64,7 @@ class LaunchOrder:
         self._order = ExecutionOrder[int]()  # of the present round
         self._started: Round | None = None
         self._is_compared = False
+        self._num_rounds = 0
 
     def start(self, following: Round) -> None:
         """Let the next launch begin a round. One that launches nothing is not recorded: a rank may run it alone."""
@@ -90,6 +94,9 @@ class LaunchOrder:
         self._started = None
         if self._is_compared or not self._order.is_as_long_as_last or following is not self._steps.expected:
             self._agree(following)
+        elif self._steps.may_be_uneven:
+            self._barrier.tell(self._num_rounds, self._name(following))
+        self._num_rounds += 1
         self._order = self._orders[self._steps.current, following]
         self._order.restart()
         self._steps.record(following)
@@ -104,7 +111,7 @@ class LaunchOrder:
             return
         is_branch = item >= 0 or not self._order.is_as_long_as_last
         try:
-            self._barrier.wait(self._describe(item, is_branch))
+            self._barrier.wait(self._describe(item, is_branch), self._num_rounds)
         except BrokenBarrier as error:
             raise self._diverged(f"{error}{self._prediction(is_branch)}", item, is_branch) from error
         self._is_compared = True

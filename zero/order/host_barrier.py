@@ -1,6 +1,7 @@
 """A barrier on the host, by the launcher's store: for rare waits that must raise instead of hanging."""
 
 import logging
+import math
 import time
 from collections.abc import Callable
 
@@ -33,12 +34,17 @@ class HostBarrier:
             number = self._store.add(f"barriers/of/{group}/{dist.get_rank()}", 1)
             self._prefix = f"barriers/{group}/{number}"
 
-    def wait(self, purpose: str) -> None:
+    def tell(self, number: int, purpose: str) -> None:
+        """Tell ranks that wait here that this one has gone on, without the barrier, to its round `number`."""
+        if self._axis.has_peers:
+            self._store.set(f"{self._prefix}/gone/{self._axis.rank}", f"{number} {purpose}")
+
+    def wait(self, purpose: str, number: float = math.inf) -> None:
         """Return when every rank of the axis waits with this purpose; at once on an axis without peers.
 
         `purpose` completes the sentence "rank 0 ...". Raises BrokenBarrier as soon as a rank waits with another
-        purpose, or after half of a collective's timeout: ranks that did not enter the barrier may wait for this one in
-        a collective, which must not time out first.
+        purpose, or tells that it has gone on to round `number`, or after half of a collective's timeout: ranks that did
+        not enter the barrier may wait for this one in a collective, which must not time out first.
         """
         if not self._axis.has_peers:
             return
@@ -55,14 +61,14 @@ class HostBarrier:
         if self._store.add(f"{prefix}/arrived", 1) == self._axis.size:
             withdraw_reason()  # before any rank goes on, and may report another one
             self._store.set(f"{prefix}/end", "")
-        self._wait_for_end(prefix, purpose)
+        self._wait_for_end(prefix, purpose, number)
         if other := self._store.get(f"{prefix}/end").decode():
             their_purpose = self._store.get(f"{prefix}/{other}").decode()
             raise BrokenBarrier(
                 f"{self._axis.name} rank {self._axis.rank} {purpose}, {self._axis.name} rank {other} {their_purpose}"
             )
 
-    def _wait_for_end(self, prefix: str, purpose: str) -> None:
+    def _wait_for_end(self, prefix: str, purpose: str, number: float) -> None:
         own = f"{self._axis.name} rank {self._axis.rank} {purpose}"
         limit = self._store.timeout.total_seconds() / 2  # type: ignore[attr-defined]
         begin, is_silent, pause = self._clock(), True, FIRST_PAUSE
@@ -74,6 +80,8 @@ class HostBarrier:
                 continue
             if has_failed_elsewhere():
                 raise BrokenBarrier(f"{own}, and another rank has failed")
+            if gone := self._gone_to(number):
+                raise BrokenBarrier(f"{own}, {gone}")
             seconds = self._clock() - begin
             if seconds >= limit:
                 raise BrokenBarrier(f"{own}, and {self._arrived(prefix)} within {limit:g} s")
@@ -83,6 +91,15 @@ class HostBarrier:
                     "%s, and %s within %d s; it waits for the others, at most %g s",
                     *(own, self._arrived(prefix), seconds, limit),
                 )
+
+    def _gone_to(self, number: float) -> str:
+        """Return which rank does what, if one has told that it has gone on to round `number`."""
+        for rank in range(self._axis.size):
+            if self._is_set(key := f"{self._prefix}/gone/{rank}"):
+                theirs, _, purpose = self._store.get(key).decode().partition(" ")
+                if int(theirs) >= number:
+                    return f"{self._axis.name} rank {rank} {purpose}"
+        return ""
 
     def _is_set(self, key: str) -> bool:
         try:

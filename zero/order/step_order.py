@@ -37,6 +37,7 @@ class StepOrder:
         self.current = Round.STEP
         # `_past` is a hash of the rounds of this step, so that it takes the same time however many they are.
         self._past = self._num_backwards = 0
+        self.may_be_uneven = False  # a forward has followed another one in this step, as in an evaluation
         self._followers: dict[int, Round] = {}  # only those that were not expected
 
     @property
@@ -50,6 +51,8 @@ class StepOrder:
             self._followers[self._past] = following
         if self._begins_step(following):
             self._past = self._num_backwards = 0
+            self.may_be_uneven = False
+        self.may_be_uneven |= following is self.current is Round.FORWARD
         self._past = hash((self._past, following.name))  # not its number: -1 and -2 have the same hash
         self._num_backwards += following in (Round.BACKWARD, Round.ACCUMULATION)
         self.current = following

@@ -1,6 +1,6 @@
-"""Resuming AdamW by torch's implementation where apex's has saved, and the reverse.
+"""Resuming AdamW by torch's implementation where apex's has saved, and the reverse, with either weight decay.
 
-Both keep the same moments in fp32. Torch counts the steps of each parameter in its state, apex those of a group.
+All keep the same moments in fp32. Torch counts the steps of each parameter in its state, apex those of a group.
 """
 
 from typing import Any
@@ -12,14 +12,15 @@ from parallel.errors import ConfigError
 from zero.optimizer import ZeroOptimizer
 from zero.state.saved_state import SavedState
 
-COUNTS_PER_PARAMETER, COUNTS_PER_GROUP = "AdamW", "FusedAdam"  # the names of torch's class and apex's
+COUNTS_PER_GROUP = "FusedAdam"  # the name of apex's class
 MOMENTS = {"exp_avg", "exp_avg_sq"}
-STATES = {COUNTS_PER_PARAMETER: MOMENTS | {"step"}, COUNTS_PER_GROUP: MOMENTS}  # of each parameter
+# Of each parameter, by the class of the optimizer.
+STATES = {"AdamW": MOMENTS | {"step"}, "CautiousAdamW": MOMENTS | {"step"}, COUNTS_PER_GROUP: MOMENTS}
 
 
 def are_alike(saved: str, present: str) -> bool:
     """Return whether one optimizer class can continue from the state of the other."""
-    return saved == present or {saved, present} == {COUNTS_PER_PARAMETER, COUNTS_PER_GROUP}
+    return saved == present or {saved, present} <= STATES.keys()
 
 
 def load_counters(
@@ -33,7 +34,7 @@ def load_counters(
     pieces = [piece for bucket in optimizer.buckets for piece in optimizer.pieces_of(bucket)]
     if problem := _problem(inner, [piece.param for piece in pieces], saved_class, counters):
         raise ConfigError(f"{saved.folder} is damaged: {problem}")
-    if saved_class == type(inner).__name__:
+    if (saved_class == COUNTS_PER_GROUP) == (type(inner).__name__ == COUNTS_PER_GROUP):
         for group, of_group in zip(inner.param_groups, counters, strict=True):
             group.update(of_group)
     elif saved_class == COUNTS_PER_GROUP:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from parallel.errors import ConfigError
 from zero.engine import ZeroDataParallel
@@ -24,6 +23,7 @@ from zero.state.rank_state import RankState
 from zero.state.schema import Schema
 from zero.state.sealed_file import flush_folder
 from zero.state.writer import CheckpointWriter, Publication, SaveError
+from zero.step.bucketed_optimizer import IMPLEMENTATION, load_settings
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,6 @@ SCHEMA: dict[str, Schema] = {
     "extra": dict,
     "settings": [{"numbers": {str: float}, "tuples": {str: [float]}}],  # of each group of the optimizer
 }
-IMPLEMENTATION = {"fused", "foreach", "capturable", "differentiable"}  # settings of torch's: those of the new run hold
 OWN_FILE = re.compile(r"layout\.json|rank-[0-9]{5,}\.safetensors")
 REMEDY = "make room or choose another folder (a checkpoint of this name from before is untouched)"
 
@@ -113,7 +112,7 @@ def load(folder: str | Path, model: ZeroDataParallel, optimizer: ZeroOptimizer |
         )
     state.load(checkpoint, layout, f"save {layout['save']}")
     for group, settings in zip(groups, layout["settings"], strict=bool(optimizer)):
-        _load_settings(group, settings)
+        load_settings(group, settings["numbers"] | settings["tuples"])
     return layout["extra"]
 
 
@@ -175,16 +174,6 @@ def _settings(optimizer: ZeroOptimizer | None) -> list[dict[str, Any]]:
             }
         )
     return found
-
-
-def _load_settings(group: dict[str, Any], settings: dict[str, Any]) -> None:
-    for name, value in {**settings["numbers"], **settings["tuples"]}.items():
-        present = group.get(name)
-        if isinstance(present, Tensor):  # a captured step reads this tensor
-            present.fill_(value)
-        else:
-            value = tuple(value) if isinstance(value, list) else value
-            group[name] = bool(value) if isinstance(present, bool) else value
 
 
 def _plain(value: Any) -> Any:

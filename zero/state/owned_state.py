@@ -68,19 +68,13 @@ def load_owned_state(
     All ranks call it. `tensor` is this rank's position along the tensor axis. The model must have the names and full
     shapes of the saved parameters.
     """
-    model.wait_for_updates()
     trainable = set(optimizer.buckets) if optimizer else ()
-    for flat in model.flats:
-        # Before the shards change: a transient full buffer that stayed unsharded would keep the old values.
-        flat.reshard()
-        flat.take_replaced()  # so that the parameters read what is loaded
-        for bucket in flat.buckets:
-            if optimizer is not None and bucket in trainable:
-                _load_optimizer_state(optimizer, flat, bucket, saved, tensor)
-            _load_weights(flat, bucket, saved, tensor)
-            bucket.params.owned.copy_(bucket.master)  # returns early if both are the same memory
-        flat.publish_loaded()
-    model.measure_weights()
+    with model.loading_masters():
+        for flat in model.flats:
+            for bucket in flat.buckets:
+                if optimizer is not None and bucket in trainable:
+                    _load_optimizer_state(optimizer, flat, bucket, saved, tensor)
+                _load_weights(flat, bucket, saved, tensor)
     if optimizer is not None:
         saved.load_by_name(optimizer.matrices.states())
 

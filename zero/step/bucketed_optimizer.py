@@ -1,6 +1,6 @@
 """A torch optimizer that updates some of its parameters at a time."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from parallel.torch_internals import step_hooks_run_once
 from zero.step.pieces import Groups, Piece
 
+IMPLEMENTATION = {"fused", "foreach", "capturable", "differentiable"}  # settings that say how, not what, is computed
 MIN_ALLOCATION_BYTES = 512  # that CUDA's allocator takes for any smaller tensor
 
 
@@ -145,6 +146,17 @@ def _check_is_open(open_steps: Sequence[None], inner: Optimizer, *_: object) -> 
 def settings_of(group: dict[str, Any]) -> dict[str, Any]:
     """Return a parameter group without its parameters."""
     return {key: value for key, value in group.items() if key != "params"}
+
+
+def load_settings(group: dict[str, Any], settings: Mapping[str, Any]) -> None:
+    """Give a parameter group the settings of another run; how it computes them stays."""
+    for name, value in settings.items():
+        present = group.get(name)
+        if isinstance(present, Tensor):  # a captured step reads this tensor
+            present.fill_(value)
+        elif name not in IMPLEMENTATION:
+            value = tuple(value) if isinstance(value, list) else value
+            group[name] = bool(value) if isinstance(present, bool) else value
 
 
 def _replace(group: dict[str, Any], settings: dict[str, Any], params: list[nn.Parameter]) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from parallel.mesh import Axis
 from zero.buckets.bucket import Bucket
 from zero.buckets.flat import FlatParameters
 
@@ -28,6 +29,30 @@ class Piece:
     """The name of the model's parameter."""
     in_param: range
     """The elements of the piece, counted in the model's parameter."""
+
+
+@dataclass(frozen=True)
+class WholePlace:
+    """The place of a piece in the whole parameter, over all tensor ranks: an element has one number in all layouts."""
+
+    param: int
+    """The number of the parameter, in the order of the groups."""
+    start: int = 0
+    """The first element, counted in the parameter of this tensor rank, or in the whole one if `num_parts` is 1."""
+    run: int = 1
+    """The number of elements of this tensor rank between those of others."""
+    part: int = 0
+    """The number of this tensor rank's part."""
+    num_parts: int = 1
+    """The number of tensor ranks that divide the parameter."""
+
+    def numbers(self, elements: slice, device: torch.device) -> Tensor:
+        """Return the numbers of some elements of the piece in the whole parameter, of which int32 has the last bits."""
+        first, count = self.start + elements.start, elements.stop - elements.start
+        if self.num_parts == 1:
+            return torch.arange(count, dtype=torch.int32, device=device).add_((first + 2**31) % 2**32 - 2**31)
+        own = torch.arange(first, first + count, device=device)
+        return (own + (own // self.run * (self.num_parts - 1) + self.part) * self.run).to(torch.int32)
 
 
 class OwnedState(Mapping[str, Any]):
@@ -64,7 +89,7 @@ class OwnedPieces:
 
         Raises ValueError if a group has something else, or no parameter is trainable.
         """
-        numbers = _number_groups(groups, known)
+        numbers = self._numbers = _number_groups(groups, known)
         trainable = {param for flat in flats for param in flat.params}
         self.group_of = {param: number for param, number in numbers.items() if param in trainable}
         if not self.group_of:
@@ -89,6 +114,19 @@ class OwnedPieces:
         pieces = [piece for of_bucket in self.by_bucket.values() for piece in of_bucket]
         return [group | {"params": [p.param for p in pieces if p.group == n]} for n, group in enumerate(groups)]
 
+    def locate(self, inner: Optimizer, split: Mapping[str, int], tensor: Axis) -> None:
+        """Give an optimizer the places of its pieces; `split` has the dim that tensor ranks divide, by name."""
+        found = {}
+        for number, param in enumerate(self._numbers):
+            for piece in self.by_param.get(param, ()):
+                dim, start = split.get(piece.name), piece.in_param.start
+                if dim:
+                    place = WholePlace(number, start, param.shape[dim:].numel(), tensor.rank, tensor.size)
+                else:  # each tensor rank has all of it, or consecutive elements
+                    place = WholePlace(number, start + (dim == 0) * tensor.rank * param.numel())
+                found[piece.param] = place
+        locate(inner, found)
+
     def own_grads(self, bucket: Bucket) -> list[Tensor]:
         """Return views of the owned gradients of these parameters, without the gradients of other optimizers."""
         grad = bucket.grads.owned
@@ -107,6 +145,12 @@ class OwnedPieces:
                 found.append(Piece(view, in_shard, self.group_of[param], span.name, in_param))
                 self.by_param[param].append(found[-1])
         return found
+
+
+def locate(inner: Any, places: Mapping[nn.Parameter, WholePlace]) -> None:
+    """Give an optimizer the places of its pieces, if it asks for them by a method of this name."""
+    if callable(method := getattr(inner, "locate", None)):
+        method(places)
 
 
 def check_class(optimizer: object) -> None:

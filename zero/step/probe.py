@@ -18,7 +18,7 @@ from parallel.torch_internals import real_tensors
 from zero.partition.layout import cut
 from zero.step.atoms import atom_of
 from zero.step.bucketed_optimizer import BucketedOptimizer, settings_of
-from zero.step.pieces import Piece
+from zero.step.pieces import Piece, WholePlace, locate
 
 PROBED_ROWS, PROBED_COLUMNS, PROBED_CUT, NUM_PROBE_STEPS = 6, 8, 19, 32
 PROBED_RATE = 1e-2  # with a learning rate near zero, no two results would differ
@@ -66,6 +66,7 @@ def _probe(name: str, make: Callable[[list[nn.Parameter]], Optimizer], device: t
         values, *grads = _random(block_numel).to(device)
         param, pieces = nn.Parameter(values.clone()), _halves(values.flatten(), block_numel)
         whole, bucketed = make([param]), BucketedOptimizer(make([piece.param for piece in pieces]))
+        locate(bucketed.inner, {piece.param: WholePlace(0, piece.in_param.start) for piece in pieces})
         for inner in (whole, bucketed.inner):
             if callable(train := getattr(inner, "train", None)):
                 train()  # a schedule-free optimizer refuses to step in its other mode

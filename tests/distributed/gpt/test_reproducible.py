@@ -173,13 +173,14 @@ LAYOUTS = [  # ranks, options
     (4, (S3, SMALL, LOCAL)),
     (4, (S2, LOCAL, GROUPS, "--zero.optimizer_over=all")),
 ]
+PER_HEAD = ("--optimizer.muon.per_head=true", "--optimizer.cautious_decay=true")
 TRAININGS = {
     "gpt2": GPT2,
     # In fp32: a sum of a few gradients in half precision is often exact in any order.
     "llama": (*LLAMA, "--train.precision=fp32"),
-    "fp16": (*LLAMA, "--train.precision=fp16", "--train.loss_scale.growth_interval=2"),
+    "fp16": (*LLAMA, "--train.precision=fp16", "--train.loss_scale.growth_interval=2", "--optimizer.name=adamw_bf16"),
     "8 bits": (*LLAMA, "--optimizer.name=adamw8bit", "--train.precision=fp32"),
-    "muon": (*GPT2, "--optimizer.name=muon", "--guard.spike_factor=1.001"),
+    "muon": (*GPT2, "--optimizer.name=muon", "--guard.spike_factor=1.001", *PER_HEAD),
     "soap": (*GPT2, "--optimizer.name=soap"),
     "fp8": (*LLAMA, "--train.matmul=fp8", "--train.fp8.keep_last=1"),
     # 128 x 128 blocks that rows of 136 cross

@@ -57,7 +57,7 @@ FACTORS = {
     "store": ["none", "selective", "keep", "partition", "partition_host"],
     "offload": [*OFFLOADS],
     "precision": ["bf16", "fp32"],
-    "optimizer": ["adamw", "adamw8bit", "muon", "soap"],
+    "optimizer": ["adamw", "adamw8bit", "adamw_bf16", "muon", "soap"],
     "others": [
         "",
         "--parallel.sequence_parallel=true",
@@ -170,7 +170,7 @@ CHOSEN = [  # together, these have every value of every factor
     (1, (4, None, 2), 3, "local", "partition_host", "optimizer", "bf16", "soap", "--activations.defragment=false"),
     (2, (4, None, 2), 1, "local", "selective", "optimizer", "fp32", "adamw", "--parallel.sequence_parallel=true"),
     (1, (4, 2, 1), 1, "reduce", "selective", "host", "fp32", "adamw8bit", "--zero.reduce_dtype=bf16"),
-    (2, (4, 2, 2), 3, "reduce", "keep", "none", "bf16", "adamw", "--parallel.sequence_parallel=true"),
+    (2, (4, 2, 2), 3, "reduce", "keep", "none", "bf16", "adamw_bf16", "--parallel.sequence_parallel=true"),
     (2, (4, 2, 1), 3, "local", "partition_host", "host", "bf16", "muon", ""),
     (3, (4, 2, 2), 1, "reduce", "partition_host", "auto", "bf16", "adamw", ""),
     (3, (2, None, 1), 3, "reduce", "none", "host", "fp32", "muon", "--zero.defragment=true"),

@@ -6,10 +6,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
-from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import fully_shard
 
 from gpt.model.transformer import GPT, initialize
@@ -53,6 +61,7 @@ def groups_of(module: nn.Module) -> list[dict[str, Any]]:
 def steps(model: Any, optimizer: Any, numbers: range, rank: int, size: int) -> Iterator[float]:
     for number in numbers:
         inputs = torch.randn(GLOBAL_BATCH, 15, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
+        inputs = inputs.to(next(model.parameters()).dtype)
         model.zero_grad()
         # Each rank has the whole batch, so that statistics and losses do not depend on the number of ranks.
         loss = model(inputs).square().mean()
@@ -61,9 +70,11 @@ def steps(model: Any, optimizer: Any, numbers: range, rank: int, size: int) -> I
         yield loss.item()
 
 
-def run(config: ZeroConfig) -> tuple[ZeroDataParallel, ZeroOptimizer, tuple[int, int]]:
+def run(
+    config: ZeroConfig, dtype: torch.dtype = torch.float64
+) -> tuple[ZeroDataParallel, ZeroOptimizer, tuple[int, int]]:
     data = Mesh.create(1).data
-    model = ZeroDataParallel(module(), data, config)
+    model = ZeroDataParallel(module(dtype), data, config)
     optimizer = ZeroOptimizer(model, torch.optim.AdamW, groups_of(model.module), lr=1e-2)
     return model, optimizer, (data.rank, data.size)
 
@@ -137,6 +148,94 @@ def test_a_run_moves_from_deepspeed(tmp_path: Path, stage: int, size: int):
     for name, (ranks, config) in LAYOUTS.items():
         for losses in run_ranks(ranks, load_here, tmp_path, config):
             assert losses == pytest.approx(expected, rel=1e-10), name
+
+
+class App(Stateful):
+    """The application of torch's tutorial of checkpoints."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
+        self.both = model, optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        weights, states = get_state_dict(*self.both, options=StateDictOptions(cpu_offload=True))
+        return {"model": weights, "optim": states}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_state_dict(*self.both, model_state_dict=state["model"], optim_state_dict=state["optim"])
+
+
+def save_plain(folder: Path, model: Any, optimizer: Any) -> None:
+    dcp.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, checkpoint_id=folder)
+
+
+def load_plain(folder: Path, model: Any, optimizer: Any) -> None:
+    state = {"model": model.state_dict(), "optim": optimizer.state_dict()}
+    dcp.load(state, checkpoint_id=folder)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optim"])
+
+
+def save_whole(folder: Path, model: Any, optimizer: Any) -> None:
+    weights, states = get_state_dict(model, optimizer, options=WHOLE)
+    assert bool(weights) == bool(states) == (dist.get_rank() == 0)
+    if weights:
+        folder.mkdir()
+        torch.save((weights, states), folder / "whole.pt")
+    dist.barrier()
+
+
+def load_whole(folder: Path, model: Any, optimizer: Any) -> None:
+    weights, states = torch.load(folder / "whole.pt")
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, weights if dist.get_rank() == 0 else {}, options=options)
+    optimizer.load_state_dict(states)
+
+
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+WAYS = {
+    "state_dict": (save_plain, load_plain),
+    "get_state_dict": (
+        lambda folder, *both: dcp.save({"app": App(*both)}, checkpoint_id=folder),
+        lambda folder, *both: dcp.load({"app": App(*both)}, checkpoint_id=folder),
+    ),
+    "async_save": (
+        lambda folder, *both: dcp.async_save({"app": App(*both)}, checkpoint_id=folder).result(),
+        load_distributed,
+    ),
+    "full_state_dict": (save_whole, load_whole),
+}
+
+
+def go_on(way: str, before: Path | None, after: Path, stage: int) -> tuple[dict[str, Tensor], list[float]]:
+    """Return the masters and moments of a run that begins or goes on, and its next losses; save it in between."""
+    model, optimizer, place = run(ZeroConfig(stage, bucket_numel=40), torch.bfloat16)
+    save_it, load_it = WAYS[way]
+    if before is None:
+        list(steps(model, optimizer, range(3), *place))
+        optimizer.param_groups[0]["lr"] = 3e-3
+    else:
+        load_it(before, model, optimizer)
+    save_it(after, model, optimizer)
+    state = model.state_dict() | {
+        f"{number}.{kind}": value
+        for number, kinds in optimizer.state_dict()["state"].items()
+        for kind, value in kinds.items()
+    }
+    whole = {name: value.full_tensor() for name, value in state.items()}
+    return whole, list(steps(model, optimizer, range(3, 8), *place))
+
+
+@pytest.mark.parametrize(("way", "first"), list(zip(WAYS, range(4), strict=True)))
+def test_state_dicts_go_through_any_number_of_ranks_and_stage_bit_by_bit(tmp_path: Path, way: str, first: int):
+    ((expected, losses), *_) = run_ranks(2, go_on, way, None, tmp_path / "2", first)
+    assert expected["1.weight"].dtype == torch.float32
+    assert expected["0.step"] == 3
+    for before, size in ((2, 4), (4, 1)):
+        stage = (first + size // 2 + 1) % 4
+        for whole, found in run_ranks(size, go_on, way, tmp_path / str(before), tmp_path / str(size), stage):
+            assert whole.keys() == expected.keys()
+            assert [name for name, value in whole.items() if not value.equal(expected[name])] == []
+            assert found == pytest.approx(losses, rel=1e-6)
 
 
 def masters(folder: Path, stage: int, shard_size: int | None) -> bool:
@@ -234,6 +333,19 @@ def refusals(folder: Path) -> None:
     other = ZeroDataParallel(nn.Sequential(nn.Sequential(nn.Identity(), nn.Conv2d(1, 3, 3))), Mesh.create(1).data)
     with pytest.raises(ConfigError, match=r"0\.1\.weight is \[3, 1, 2, 2\] there and \[3, 1, 3, 3\] here"):
         load_distributed(folder, other)
+    whole = StateDictOptions(full_state_dict=True)
+    state, (_, moments) = model.state_dict(), get_state_dict(model, optimizer, options=whole)
+    with pytest.raises(RuntimeError, match=r"lacks \['3.bias'\] and has \['bias'\]"):
+        model.load_state_dict({name.replace("3.b", "b"): value for name, value in state.items()})
+    with pytest.raises(ConfigError, match=r"3\.weight is \[7\] in the state dict and \[3, 7\] here"):
+        model.load_state_dict({"3.weight": torch.ones(7)}, strict=False)
+    with pytest.raises(ConfigError, match=r"1\.weight is cut for another layout"):
+        model.load_state_dict(run(ZeroConfig(3))[0].state_dict())
+    with pytest.raises(ConfigError, match="full_state_dict=True of set_optimizer_state_dict cannot divide"):
+        set_optimizer_state_dict(model, optimizer, moments, options=whole)
+    for use in (lambda part: part + 1, lambda part: torch.save(part, folder / "part.pt")):
+        with pytest.raises((RuntimeError, TypeError), match=r"`full_tensor\(\)`"):
+            use(state["3.weight"])
     del optimizer
     with pytest.raises(ConfigError, match="is not one value for each element"):
         DistributedState(model, ZeroOptimizer(model, AdamW8bit, lr=1e-3)).state_dict()

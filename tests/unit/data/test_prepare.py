@@ -176,6 +176,31 @@ def test_progress_of_other_documents_is_not_continued(tmp_path, monkeypatch, cap
     assert _documents(tmp_path / "corpus") == TEXTS[::-1]
 
 
+@pytest.mark.parametrize("kind", ["lines", "table", "dataset", "hub"])
+def test_a_source_whose_content_has_changed_has_another_version(tmp_path, monkeypatch, kind):
+    """A preparation that was interrupted then does not go on with the rest of other documents."""
+
+    def version_of(number: int) -> str:
+        rows = Dataset.from_dict({"text": [str(number)]})
+        if kind == "hub":
+            files = {"train": mock.Mock(origin_metadata=[("user/corpus", f"revision {number}")])}
+            builder = mock.Mock(hash="same", config=mock.Mock(data_files=files))
+            monkeypatch.setattr("datasets.load_dataset_builder", lambda *_: builder)
+            return Source(["user/corpus"]).shards[0].version
+        folder = tmp_path / "texts"
+        if kind == "dataset":
+            rows.save_to_disk(folder)
+        else:
+            folder.mkdir(exist_ok=True)
+            (rows.to_csv if kind == "table" else rows.to_json)(folder / ("a.csv" if kind == "table" else "a.jsonl"))
+        for path in folder.iterdir():
+            os.utime(path, (number, number))
+        (shard,) = Source([str(folder)]).shards
+        return shard.version
+
+    assert version_of(1) == version_of(1) != version_of(2)
+
+
 def test_a_tokenizer_alone_is_written_and_named_by_its_prefix(tmp_path, capsys):
     (tmp_path / "a.txt").write_text(TEXTS[0])
     arguments = ["--source", str(tmp_path / "a.txt"), "--output"]

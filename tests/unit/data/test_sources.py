@@ -75,7 +75,7 @@ def test_globs_go_into_folders_and_a_file_with_the_name_of_a_glob_is_that_file(t
 
 
 def shard(weight: int | None, *texts: str) -> Shard:
-    return Shard(weight, lambda: (Document("a", 0, text, 0) for text in texts))
+    return Shard(weight, lambda: (Document("a", 0, text, 0) for text in texts), "")
 
 
 @pytest.mark.parametrize(

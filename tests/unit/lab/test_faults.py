@@ -1,7 +1,6 @@
 """The harness of faults: what it takes for a traceback, an abort or a hang, and the bits that it flips."""
 
 import random
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from lab.faults.__main__ import run_round, table
 from lab.faults.failing_run import Fault
 from lab.faults.faults import FAULTS, Outcome, Round, WrongError, check
 from lab.faults.flips import TARGETS, flip
-from lab.faults.runs import Ended, end
+from lab.faults.runs import Ended, Job
 from parallel.mesh import Axis
 from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
@@ -55,10 +54,10 @@ def test_only_where_a_rank_is_killed_the_others_may_say_that_its_connection_brok
         check(Ended(0, f"{TRACEBACK}{BROKEN}\n{TRACEBACK}KeyError: 'a'\n"), 0, breaks_connections=True)
 
 
-def test_a_job_that_does_not_end_is_killed_with_all_of_its_processes():
+def test_a_job_that_does_not_end_is_killed_with_all_of_its_processes(tmp_path: Path):
     grandchild = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
-    job = subprocess.Popen([sys.executable, "-c", grandchild], stdout=subprocess.PIPE, text=True)
-    assert end(job, limit_seconds=0.5) == Ended(None, "")
+    job = Job({"launcher": [sys.executable, "-c", grandchild]}, tmp_path / "run")
+    assert job.end(limit_seconds=0.5) == Ended(None, "")
 
 
 def test_a_fault_is_read_as_it_is_written():

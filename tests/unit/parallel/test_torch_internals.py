@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from parallel import torch_internals as internals
+from tests.programs import run_python
 from tests.ranks import run_ranks
 
 aten = torch.ops.aten
@@ -181,3 +182,9 @@ def test_the_attention_backend_is_the_one_that_runs():
         with CountingMode() as counting:
             torch.nn.functional.scaled_dot_product_attention(query, query, query, dropout_p=dropout, is_causal=True)
         assert any(operation in str(seen) for seen in counting.seen)
+
+
+def test_a_cpu_without_the_instructions_has_no_products_in_bf16():
+    line = "import torch; from parallel.torch_internals import *; print(multiplies_in_bf16(torch.device('cpu')))"
+    assert run_python("-c", line, ONEDNN_MAX_CPU_ISA="AVX2").stdout == "False\n"
+    assert internals.multiplies_in_bf16(torch.device("cuda"))

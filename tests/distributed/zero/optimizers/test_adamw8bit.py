@@ -1,8 +1,10 @@
-"""8-bit AdamW has the same bits under every sharding, and checkpoints keep them."""
+"""AdamW with moments in 8 bits or bf16 has the same bits under every sharding, and checkpoints keep them."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -13,14 +15,18 @@ from tests.ranks import run_ranks
 from tests.twins import all_params, assert_same_bits, params_of
 from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
-from zero.optimizers.adamw8bit import BLOCK, MOMENTS, SCALE, AdamW8bit, dequantized
+from zero.optimizers.adamw8bit import BLOCK, SCALE, SIGNED, AdamW8bit, dequantized
+from zero.optimizers.adamw_bf16 import AdamWBf16
+from zero.optimizers.compressed_adamw import CompressedAdamW
+from zero.partition.layout import ALIGNMENT
 from zero.state.checkpoint import load, save
 
 NUM_STEPS, SETTINGS = 4, {"lr": 1e-2, "weight_decay": 0.1}
+ALIGNMENTS = {AdamW8bit: BLOCK, AdamWBf16: ALIGNMENT}
 
 
 def case_of(*arguments: int, bucket_numel: int = 700, **others: Any) -> Case:
-    return Case(*arguments, bucket_numel=bucket_numel, alignment=BLOCK, **others)
+    return Case(*arguments, bucket_numel=bucket_numel, **others)
 
 
 CASES = [
@@ -31,14 +37,15 @@ CASES = [
 ]
 
 
-def start_in_8_bits(case: Case) -> tuple[ZeroDataParallel, ZeroOptimizer]:
-    return start(case, torch.float32, AdamW8bit, all_params, clip_norm=None, **SETTINGS)
+def start_compressed(case: Case, kind: type[CompressedAdamW] = AdamW8bit) -> tuple[ZeroDataParallel, ZeroOptimizer]:
+    case = replace(case, alignment=ALIGNMENTS[kind])
+    return start(case, torch.float32, kind, all_params, clip_norm=None, **SETTINGS)
 
 
-def train_whole(num_ranks: int) -> dict[str, Tensor]:
+def train_whole(num_ranks: int, kind: type[CompressedAdamW]) -> dict[str, Tensor]:
     """Train in one process without ZeRO. The gradients of two ranks have the same sum in either order."""
     gpt = build(Axis.trivial("tensor")).float()
-    optimizer = AdamW8bit(gpt.parameters(), **SETTINGS)
+    optimizer = kind(gpt.parameters(), **SETTINGS)
     for step in range(NUM_STEPS):
         for ids in sequences(step).chunk(num_ranks):
             gpt(ids[:, :-1], ids[:, 1:]).backward()
@@ -49,24 +56,25 @@ def train_whole(num_ranks: int) -> dict[str, Tensor]:
     return {name: param.detach() for name, param in gpt.named_parameters()}
 
 
-def check_bits(folder: Path) -> None:
+def check_bits(folder: Path, kind: type[CompressedAdamW]) -> None:
     """Train under each sharding; each then continues, with the same bits, what the one before it has saved."""
-    expected = train_whole(2)
+    expected = train_whole(2, kind)
     for number, case in enumerate(CASES):
-        model, optimizer = start_in_8_bits(case)
+        model, optimizer = start_compressed(case, kind)
         train_steps(model, optimizer, 1, range(2))
         save(folder / str(number), model, optimizer)
         train_steps(model, optimizer, 1, range(2, NUM_STEPS))
         assert_same_bits(params_of(model), expected)
         if number:
-            resumed, optimizer = start_in_8_bits(case)
+            resumed, optimizer = start_compressed(case, kind)
             load(folder / str(number - 1), resumed, optimizer)
             train_steps(resumed, optimizer, 1, range(2, NUM_STEPS))
             assert_same_bits(params_of(resumed), expected)
 
 
-def test_every_sharding_has_the_bits_of_one_process(tmp_path):
-    run_ranks(2, check_bits, tmp_path)
+@pytest.mark.parametrize("kind", ALIGNMENTS)
+def test_every_sharding_has_the_bits_of_one_process(kind, tmp_path):
+    run_ranks(2, check_bits, tmp_path, kind)
 
 
 def moments_of(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> dict[tuple[str, str], Tensor]:
@@ -79,7 +87,7 @@ def moments_of(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> dict[tuple[
             spans = flat.layout.spans_in(bucket.shard)
             for piece, (span, _) in zip(optimizer.pieces_of(bucket), spans, strict=True):
                 state = inner.state[piece.param]
-                for name, is_signed in MOMENTS.items():
+                for name, is_signed in SIGNED.items():
                     table = inner._table(is_signed, piece.param.device)[0]
                     values = dequantized(state[name], state[f"{name}_{SCALE}"], table)
                     found.setdefault((span.name, name), []).append(values)
@@ -95,11 +103,11 @@ def moments_of(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> dict[tuple[
 
 def resize(folder: Path, saved: Case, loaded: Case) -> tuple[dict, dict]:
     """Return the moments that a layout has saved, and those that another one, with other tensor ranks, has loaded."""
-    model, optimizer = start_in_8_bits(saved)
+    model, optimizer = start_compressed(saved)
     train_steps(model, optimizer, 1, range(3))
     save(folder, model, optimizer)
     before = moments_of(model, optimizer)
-    model, optimizer = start_in_8_bits(loaded)
+    model, optimizer = start_compressed(loaded)
     load(folder, model, optimizer)
     return before, moments_of(model, optimizer)
 

@@ -1,7 +1,7 @@
 """States divided over groups and over all ranks, with every placement, store and optimizer, train as in one process."""
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from tests.pairwise import covering, noting
 from tests.ranks import run_cases
 from tests.twins import all_params
 from zero.memory.placement import NO_OFFLOAD, OffloadConfig
+from zero.optimizers.adamw_bf16 import AdamWBf16
 from zero.optimizers.muon import Muon
 
 NUM_MICRO_BATCHES = 2
@@ -29,7 +30,7 @@ FACTORS: dict[str, list[Any]] = {
     "sizes": [(4, 2, 1), (2, 1, 2)],  # data ranks, those of a group, tensor ranks
     "store": ["none", "partition_host"],
     "offload": ["none", "both"],
-    "optimizer": ["adamw", "muon", "soap"],
+    "optimizer": ["adamw", "adamw_bf16", "muon", "soap"],
 }
 ALL_FACTORS = FACTORS | {
     "sizes": [(4, 2, 1), (4, 2, 2), (8, 4, 1), (8, 2, 1)],
@@ -57,24 +58,19 @@ def train(combination: dict) -> dict[str, Tensor]:
     return muon.whole_params(model, optimizer.tensor)
 
 
-def start_adamw(case: Case):
+def start_adamw(case: Case, kind: type[torch.optim.AdamW] = torch.optim.AdamW):
     settings = {"lr": LR, "weight_decay": DECAY, "betas": BETAS, "fused": True}
-    return muon.start(case, kind=torch.optim.AdamW, groups=all_params, **settings)
+    return muon.start(case, kind=kind, groups=all_params, **settings)
 
 
 @cache
-def train_whole_with_adamw() -> dict[str, Tensor]:
-    of_matrices: dict[str, torch.optim.AdamW] = {}
-
-    def update(name: str, param: Tensor, _grad: Tensor) -> None:
-        adam = of_matrices.setdefault(name, torch.optim.AdamW([param], lr=LR, weight_decay=DECAY, betas=BETAS))
-        adam.step()
-
-    return muon.train_plain(update, muon.NUM_STEPS)
+def train_whole_with_adamw(kind: type[torch.optim.AdamW] = torch.optim.AdamW) -> dict[str, Tensor]:
+    return muon.train_plain(None, muon.NUM_STEPS, adam_type=kind)
 
 
 OPTIMIZERS: dict[str, tuple[Callable, int, Callable[[], dict[str, Tensor]]]] = {
     "adamw": (start_adamw, muon.NUM_STEPS, train_whole_with_adamw),
+    "adamw_bf16": (partial(start_adamw, kind=AdamWBf16), muon.NUM_STEPS, partial(train_whole_with_adamw, AdamWBf16)),
     "muon": (lambda case: muon.start(case, kind=Muon, ns_dtype="fp64"), muon.NUM_STEPS, muon.train_whole),
     "soap": (soap.start_soap, soap.NUM_STEPS, soap.train_whole),
 }

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -37,6 +37,13 @@ MOMENTUM, COEFFICIENTS, EPS = 0.95, (3.4445, -4.7750, 2.0315), 1e-7
 # float64: 5 steps of an iteration of which each multiplies an error of 1e-16 by at most 3.4, and 3 updates.
 TOLERANCE = 1e-10
 HOST = OffloadConfig(mode="host")
+ROW_BETA = 0.9
+VARIANTS: dict[str, dict[str, Any]] = {
+    "muon": {},
+    "polar express per head": {"iteration": "polar_express", "per_repetition": True},
+    "normuon": {"row_beta": ROW_BETA, "nesterov": False},
+    "cautious normuon per head": {"row_beta": ROW_BETA, "cautious_decay": True, "per_repetition": True},
+}
 # Gemini with chunks of some parameters and room for a part of the states.
 AUTO = OffloadConfig("auto", accelerator_memory_gb=1.35e-3, hidden_dim=32, min_chunk_size_m=0.004, search_range_m=0.004)
 
@@ -55,7 +62,7 @@ class Case:
     model: ModelConfig = CONFIG
     alignment: int = ALIGNMENT
     store: str = "none"
-    iteration: str = "newton_schulz"
+    variant: str = "muon"
 
     @property
     def num_ranks(self) -> int:
@@ -73,12 +80,14 @@ def build(tensor: Axis, config: ModelConfig = CONFIG, store: str = "none") -> GP
     return gpt
 
 
-def groups_of(gpt: GPT) -> list[dict[str, Any]]:
+def groups_of(gpt: GPT, per_repetition: bool = False) -> list[dict[str, Any]]:
     named = list(gpt.named_parameters())
-    return [
-        {"params": [param for name, param in named if is_matrix(name, param)]},
+    groups = [
+        {"params": [param for name, param in named if is_matrix(name, param) and ".qkv." not in name]},
         {"params": [param for name, param in named if not is_matrix(name, param)], "update": "adamw"},
+        {"params": [param for name, param in named if is_matrix(name, param) and ".qkv." in name]},
     ]
+    return [*groups[:2], groups[2] | ({"per_repetition": True} if per_repetition else {})]
 
 
 def sequences(step: int) -> Tensor:
@@ -101,6 +110,12 @@ def start(
     model = ZeroDataParallel(gpt, mesh.data, config, offload=case.offload)
     chosen = {"lr": LR, "weight_decay": DECAY, "clip_norm": CLIP_NORM} | settings
     return model, ZeroOptimizer(model, kind, groups(gpt), tensor=mesh.tensor, **chosen)
+
+
+def start_variant(case: Case) -> tuple[ZeroDataParallel, ZeroOptimizer]:
+    settings = dict(VARIANTS[case.variant])
+    groups = partial(groups_of, per_repetition=settings.pop("per_repetition", False))
+    return start(case, groups=groups, ns_dtype="fp64", **settings)
 
 
 def train_steps(model: ZeroDataParallel, optimizer: ZeroOptimizer, num_micro_batches: int, steps: range) -> None:
@@ -127,7 +142,7 @@ def whole_params(model: ZeroDataParallel, tensor: Axis) -> dict[str, Tensor]:
 
 def train(case: Case) -> dict[str, Tensor]:
     with MemoryTracker(CPU) if case.offload.mode == "auto" else nullcontext():  # Gemini measures memory
-        model, optimizer = start(case, ns_dtype="fp64", iteration=case.iteration)
+        model, optimizer = start_variant(case)
         train_steps(model, optimizer, case.num_micro_batches, range(NUM_STEPS))
         if case.offload.mode == "auto":
             placements = {bucket.optimizer_placement for bucket in model.buckets}
@@ -144,45 +159,83 @@ def orthogonalized(matrix: Tensor, iteration: str) -> Tensor:
     return x
 
 
-def matrices_in(name: str, param: Tensor) -> list[Tensor]:
-    """Return views of the matrices of a whole parameter: q, k and v are three, gate and up are two."""
+def matrices_in(name: str, param: Tensor, per_head: bool = False) -> list[Tensor]:
+    """Return views of the matrices of a whole parameter: q, k and v are three, or of each head; gate and up are two."""
     rows = {"qkv.weight": (3, CONFIG.head_size), "qkv.kv_weight": (2, CONFIG.head_size)}
     rows |= {"up.weight": (2, 1)} if len(param) == 2 * 48 else {}
+    if per_head and "qkv" in name:
+        return list(param.view(-1, CONFIG.head_size, param.shape[1]))
     for end, (count, height) in rows.items():
         if name.endswith(end):
             return list(param.view(-1, count, height, param.shape[1]).unbind(1))
     return [param]
 
 
-def update_matrix(name: str, param: Tensor, grad: Tensor, momentum: Tensor, iteration: str) -> None:
-    momentum.mul_(MOMENTUM).add_(grad, alpha=1 - MOMENTUM)
-    direction = (1 - MOMENTUM) * grad + MOMENTUM * momentum
-    param.mul_(1 - LR * DECAY)
-    for own, values in zip(matrices_in(name, param), matrices_in(name, direction), strict=True):
-        matrix = values.reshape(-1, values.shape[-1])
-        rate = LR * 0.2 * max(matrix.shape) ** 0.5
-        own.sub_(rate * orthogonalized(matrix, iteration).view(own.shape))
+class PlainMuon:
+    """Muon and its variants, of a whole parameter, by the formulas of their papers."""
+
+    def __init__(self, name: str, param: Tensor, settings: dict[str, Any]):
+        self.name, self.param, self.settings = name, param, settings
+        self.momentum, self.second = torch.zeros_like(param), {}
+
+    def update(self, grad: Tensor) -> None:
+        settings, per_head = self.settings, self.settings.get("per_repetition", False)
+        self.momentum.mul_(MOMENTUM).add_(grad, alpha=1 - MOMENTUM)
+        has_nesterov = settings.get("nesterov", True)
+        direction = (1 - MOMENTUM) * grad + MOMENTUM * self.momentum if has_nesterov else self.momentum
+        views = (matrices_in(self.name, whole, per_head) for whole in (self.param, direction))
+        for number, (own, values) in enumerate(zip(*views, strict=True)):
+            matrix = values.reshape(-1, values.shape[-1])
+            update = orthogonalized(matrix, settings.get("iteration", "newton_schulz"))
+            rate = LR * 0.2 * max(matrix.shape) ** 0.5
+            if "row_beta" in settings:  # NorMuon, algorithm 1
+                before = self.second.get(number, torch.zeros(len(matrix)))
+                self.second[number] = ROW_BETA * before + (1 - ROW_BETA) * update.square().mean(1)
+                update = update / (self.second[number].sqrt() + 1e-8)[:, None]
+                rate = LR * 0.2 * matrix.numel() ** 0.5 / update.norm()
+            step = rate * update.view(own.shape)
+            decays = (step * own >= 0) if settings.get("cautious_decay") else torch.ones_like(own)
+            own.sub_(step + LR * DECAY * decays * own)
 
 
 @cache
-def train_whole(config: ModelConfig = CONFIG, iteration: str = "newton_schulz") -> dict[str, Tensor]:
-    """Train in one process without ZeRO: Muon as the paper has it, and torch's AdamW."""
-    momenta: dict[str, Tensor] = {}
+def train_whole(config: ModelConfig = CONFIG, variant: str = "muon") -> dict[str, Tensor]:
+    """Train in one process without ZeRO: Muon as the papers have it, and AdamW."""
+    plain: dict[str, PlainMuon] = {}
+    settings = VARIANTS[variant]
 
     def update(name: str, param: Tensor, grad: Tensor) -> None:
-        update_matrix(name, param, grad, momenta.setdefault(name, torch.zeros_like(param)), iteration)
+        plain.setdefault(name, PlainMuon(name, param, settings)).update(grad)
 
-    return train_plain(update, NUM_STEPS, config)
+    adam_type = PlainCautiousAdamW if settings.get("cautious_decay") else torch.optim.AdamW
+    return train_plain(update, NUM_STEPS, config, adam_type)
+
+
+class PlainCautiousAdamW(torch.optim.AdamW):
+    """Cautious weight decay by its formula: theta - lr (u + decay [u theta >= 0] theta)."""
+
+    def step(self) -> None:
+        (group,) = self.param_groups
+        before = [param.detach().clone() for param in group["params"]]
+        group["weight_decay"] = 0.0
+        super().step()
+        with torch.no_grad():
+            for param, old in zip(group["params"], before, strict=True):
+                param.sub_(LR * DECAY * ((old - param) * old >= 0) * old)
 
 
 def train_plain(
-    update: Callable[[str, Tensor, Tensor], object], num_steps: int, config: ModelConfig = CONFIG, **adam_settings: Any
+    update: Callable[[str, Tensor, Tensor], object] | None,
+    num_steps: int,
+    config: ModelConfig = CONFIG,
+    adam_type: type[torch.optim.AdamW] = torch.optim.AdamW,
+    **adam_settings: Any,
 ) -> dict[str, Tensor]:
-    """Train in one process without ZeRO: `update(name, param, grad)` for matrices, and torch's AdamW for the rest."""
+    """Train in one process without ZeRO: `update(name, param, grad)` for matrices, if given, and AdamW for the rest."""
     gpt = build(Axis.trivial("tensor"), config)
-    matrices = {name: param for name, param in gpt.named_parameters() if is_matrix(name, param)}
+    matrices = {name: param for name, param in gpt.named_parameters() if update and is_matrix(name, param)}
     rest = [param for name, param in gpt.named_parameters() if name not in matrices]
-    adam = torch.optim.AdamW(rest, lr=LR, weight_decay=DECAY, betas=BETAS, **adam_settings)
+    adam = adam_type(rest, lr=LR, weight_decay=DECAY, betas=BETAS, **adam_settings)
     for step in range(num_steps):
         ids = sequences(step)
         gpt.zero_grad()
@@ -196,7 +249,7 @@ def train_plain(
 
 
 def assert_equals_whole(found: list[dict[str, Tensor]], case: Case) -> None:
-    expected = train_whole(case.model, case.iteration)
+    expected = train_whole(case.model, case.variant)
     for params in found:
         torch.testing.assert_close(params, expected, rtol=0, atol=TOLERANCE)
 
@@ -207,6 +260,7 @@ FACTORS: dict[str, list[Any]] = {
     "num_micro_batches": [1, 2],
     "bucket_numel": [900, 5000, None],
     "placed": [NO_OFFLOAD, HOST],
+    "variant": list(VARIANTS),
 }
 
 
@@ -225,23 +279,24 @@ def check_cases(cases: list[Case]) -> None:
 
 
 def test_muon_equals_one_process():
-    few = FACTORS | {"ranks": [(3, 1), (1, 2)], "bucket_numel": [900, 5000]}
+    few = FACTORS | {"ranks": [(2, 1), (1, 2)], "bucket_numel": [900, 5000]}
     cases = [case_of(**combination) for combination in pairwise(**few)]
     mixed = Case(3, 2, 2, 2, 300), Case(1, 2, overlap_gather=True)
-    mixed += (Case(2, 3, iteration="polar_express"),)
     check_cases([*cases, *mixed, Case(2, 2, 1, 2, offload=AUTO), Case(3, 2, 1, 2, offload=AUTO)])
 
 
 def test_grouped_heads_and_gates_are_matrices_of_their_own():
     """Rows of gate and up take turns one by one; over four ranks, two share each head of keys and values."""
-    check_cases([Case(2, 2, model=LLAMA), Case(3, 2, 2, model=LLAMA), Case(1, 1, 4, model=LLAMA)])
+    per_head = Case(1, 1, 4, model=LLAMA, variant="cautious normuon per head")
+    check_cases([Case(2, 2, model=LLAMA), Case(3, 2, 2, model=LLAMA), Case(1, 1, 4, model=LLAMA), per_head])
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("stage", FACTORS["stage"])
 @pytest.mark.parametrize("ranks", FACTORS["ranks"], ids=str)
 def test_muon_equals_one_process_in_every_combination(ranks, stage):
-    product = product_of(FACTORS | {"ranks": [ranks], "stage": [stage]}, *FACTORS)
+    most = {"variant": ["muon", "cautious normuon per head"]}
+    product = product_of(FACTORS | most | {"ranks": [ranks], "stage": [stage]}, *FACTORS)
     check_cases([case_of(**combination) for combination in product])
 
 

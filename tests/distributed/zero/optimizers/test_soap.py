@@ -1,5 +1,6 @@
-"""SOAP, whose states are those of whole matrices, trains under every sharding as in one process."""
+"""SOAP, whose states are those of whole matrices, trains under every sharding as in one process; NorMuon continues."""
 
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from tests.distributed.zero.optimizers.test_muon import (
     is_matrix,
     matrices_in,
     start,
+    start_variant,
     train_plain,
     train_steps,
     whole_params,
@@ -81,16 +83,25 @@ def start_soap(case: Case):
     return start(case, kind=Soap, dtype="fp64", eps=EPS, shampoo_beta=BETA, refresh_every=REFRESH_EVERY)
 
 
-def train_and_resume(number: int, folder: Path) -> dict[str, Tensor]:
+NORMUON = "cautious normuon per head"
+NORMUON_CASES = [Case(0, 2, variant=NORMUON), Case(2, 1, 2, variant=NORMUON), Case(3, 2, variant=NORMUON)]
+RESUMED: dict[str, tuple[Callable, list[Case]]] = {
+    "soap": (start_soap, CASES),
+    "normuon": (start_variant, NORMUON_CASES),
+}
+
+
+def train_and_resume(name: str, number: int, folder: Path) -> dict[str, Tensor]:
     """Save after two steps, and continue; then continue what the case before this one has saved."""
-    case = CASES[number]
-    model, optimizer = start_soap(case)
+    start, cases = RESUMED[name]
+    case = cases[number]
+    model, optimizer = start(case)
     train_steps(model, optimizer, case.num_micro_batches, range(2))
     save(folder / str(number), model, optimizer)
     train_steps(model, optimizer, case.num_micro_batches, range(2, NUM_STEPS))
     trained = whole_params(model, optimizer.tensor)
     if number:
-        model, optimizer = start_soap(case)
+        model, optimizer = start(case)
         load(folder / str(number - 1), model, optimizer)
         train_steps(model, optimizer, case.num_micro_batches, range(2, NUM_STEPS))
         resumed = whole_params(model, optimizer.tensor)
@@ -98,10 +109,12 @@ def train_and_resume(number: int, folder: Path) -> dict[str, Tensor]:
     return trained
 
 
-def test_soap_equals_one_process_and_continues_under_other_layouts(tmp_path):
-    for results in run_cases(2, train_and_resume, [(number, tmp_path) for number in range(len(CASES))]):
-        for params in results:
-            torch.testing.assert_close(params, train_whole(), rtol=0, atol=TOLERANCE)
+@pytest.mark.parametrize(("name", "expected"), [("soap", train_whole), ("normuon", None)])
+def test_states_of_matrices_continue_under_other_layouts(name, expected, tmp_path):
+    numbers = range(len(RESUMED[name][1]))
+    found = run_cases(2, train_and_resume, [(name, number, tmp_path) for number in numbers])
+    for params in (params for results in found for params in results):
+        torch.testing.assert_close(params, expected() if expected else found[0][0], rtol=0, atol=TOLERANCE)
 
 
 def state_bytes() -> tuple[float, float]:

@@ -24,7 +24,6 @@ READS: dict[str, Callable[[nn.Module, nn.Parameter], object]] = {
     "nested argument": lambda _, kept: torch.cat([torch.ones(1, WIDTH), kept]),
     "loss": lambda _, kept: kept.square().sum(),
     "norm": lambda _, kept: torch.linalg.vector_norm(kept),
-    "state_dict of the model": lambda model, _: [value + 1 for value in model.state_dict().values()],
     "state_dict of the module": lambda model, _: [value + 1 for value in model.module.state_dict().values()],
     "deepcopy": lambda model, _: copy.deepcopy(model.module),
     "deepcopy of a parameter": lambda _, kept: copy.deepcopy(kept),

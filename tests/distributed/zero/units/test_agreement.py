@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 from unittest import mock
 
 import pytest
@@ -175,9 +175,9 @@ class Meetings:
         mesh.log.keeps_events = True
 
     def count_waits(self) -> AbstractContextManager[object]:
-        def wait(barrier: HostBarrier, purpose: str) -> None:
+        def wait(barrier: HostBarrier, *arguments: Any) -> None:
             self._num_waits += 1
-            original(barrier, purpose)
+            original(barrier, *arguments)
 
         original = HostBarrier.wait
         return mock.patch.object(HostBarrier, "wait", wait)
@@ -276,6 +276,15 @@ def test_different_parts_of_a_step_are_named(config, num_same_steps, parts, name
         assert text.startswith("ranks are at different points of a step: data rank ")
         assert all(name in text for name in named)
         assert "zero/uneven.py" in text
+
+
+@pytest.mark.parametrize("usual", ["al", "eeal"])
+def test_ranks_that_evaluate_different_numbers_of_batches_are_named_by_what_they_tell(usual):
+    steps = [[usual]] * 3 + [["eeeal", "eeal"], ["never reached"]]
+    for text in run_ranks(2, error_of, partial(build_parts, STAGE_3_REDUCE), steps, len(steps) - 1):
+        assert text.startswith("ranks are at different points of a step: data rank ")
+        assert "begins a forward after 0" in text
+        assert "begins a backward after 0" in text
 
 
 def run_numbers(config: ZeroConfig) -> dict[str, Tensor]:

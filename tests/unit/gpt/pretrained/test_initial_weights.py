@@ -1,6 +1,7 @@
 """Folders of initial weights: names, shapes, types and finiteness are checked, and the configuration is needed."""
 
 import json
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -139,9 +140,10 @@ SCALED = {"rope_theta": 5e5, "rope_scaling": RopeScaling(original_seq_length=32)
 
 
 @pytest.mark.parametrize("parts", [{}, {**LLAMA, **SCALED, "tied_head": False}, {**LLAMA, "qk_norm": True}])
-def test_settings_take_the_model_of_initial_weights_and_say_what_they_take(tmp_path, parts):
+def test_settings_take_the_model_of_initial_weights_and_say_what_they_take(tmp_path, parts, caplog, monkeypatch):
     config = ModelConfig(2, 32, 4, 64, 100, **parts)
     write_config(tmp_path, config, None)
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     options = ["--data.path=unread", "--train.micro_batch_size=1", "--train.global_batch_size=2"]
     options.append(f"--train.initial_weights={tmp_path}")
     shown = []
@@ -154,3 +156,4 @@ def test_settings_take_the_model_of_initial_weights_and_say_what_they_take(tmp_p
     names = list(table.columns[0].cells)
     assert {"model.num_layers", "model.vocab_size"} <= set(names)
     assert "model.seq_length" not in names  # given, and so not taken
+    assert not caplog.records, "transformers warns of special tokens of its own, which are not in this vocabulary"

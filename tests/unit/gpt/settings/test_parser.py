@@ -101,6 +101,8 @@ def test_a_mistake_in_an_option_is_explained(arguments: list[str], message: str)
         (["--profile.steps=[5, 4]"], "profile.steps=[5, 4]: the first is after the last; choose ["),
         (["--dry_run.trace=x.json"], "dry_run.trace=x.json needs a cluster to project times on"),
         (["--optimizer.name=muon", "--optimizer.implementation=apex"], "optimizer.implementation=apex has AdamW only"),
+        (["--optimizer.name=sgd", "--optimizer.cautious_decay=true"], "optimizer.cautious_decay=true needs decoupled"),
+        (["--optimizer.implementation=apex", "--optimizer.cautious_decay=true"], "optimizer.implementation=apex has"),
         (["--optimizer.name=sgd", "--optimizer.momentum=0"], "optimizer.momentum=0.0 has no Nesterov momentum"),
         (["--dry_run.world_size=4", "--dry_run.rank=4"], "dry_run.rank=4 is not one of the 4 ranks; choose 0 to 3"),
     ],

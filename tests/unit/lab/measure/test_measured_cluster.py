@@ -14,11 +14,12 @@ from torch.nn import functional as F
 from lab.measure import device_kernels, reference_step
 from lab.measure.cluster import RESERVED_BYTES, ClusterSpec
 from lab.measure.curves import Curve, mean_curves
-from lab.measure.device_kernels import KERNELS
+from lab.measure.device_kernels import KERNELS, DeviceKernels
 from lab.measure.kernel_costs import kernel_seconds
 from lab.measure.measured_cluster import reserved_bytes, write_cluster
 from lab.measure.reference_step import Shape
 from lab.observe.kernel_log import Kernel
+from lab.observe.memory_tracker import MemoryTracker
 from parallel.errors import ConfigError
 
 CLUSTER = ClusterSpec.load(Path(__file__).resolve().parents[4] / "configs/clusters/dgx-a100.yaml")
@@ -69,16 +70,17 @@ def test_what_cuda_takes_of_a_device_is_what_torch_and_the_free_memory_leave():
 def test_measured_kernels_are_those_that_a_step_runs():
     cpu = torch.device("cpu")
     small = {"NUMELS": {"cpu": (2**10,)}, "BUDGET_SECONDS": 0.0, "LAYERS": {"cpu": ((8, 16, 32),)}}
-    with mock.patch.multiple(device_kernels, ATTENTIONS={"cpu": ((2, 8, 8),)}, **small):
-        names = {curve.name for curve in device_kernels.measure_kernels(cpu)}
-        products = device_kernels.measure_products(cpu)
-        attentions = device_kernels.measure_attention(cpu)
+    with mock.patch.multiple(device_kernels, ATTENTIONS={"cpu": ((2, 8, 8),)}, **small), MemoryTracker(cpu) as tracker:
+        measured = device_kernels.measure_kernels(cpu)
+    assert tracker.device.peak_total < 64 * 2**12, "the inputs of one kernel at a time, eight of 4 KiB for each"
+    names = {curve.name for curve in DeviceKernels(measured, 0.0, {}).curves}
+    kernels = [one.kernel for one in measured]
     assert len(names) == 2 * len(KERNELS), "each kernel has its own curve in both types"
     assert {"gelu_backward float32", "native_layer_norm_backward bfloat16", "fused_adamw float32"} <= names
     assert {"embedding_dense_backward float32", "to_copy float32", "foreach_norm float32"} <= names
-    assert [p.shape for p in products if p.dtype == "float32"] == [(1, 8, 32, 16), (1, 8, 16, 32), (1, 32, 16, 8)]
-    assert all(product.seconds > 0 for product in products)
-    assert [a.shape for a in attentions] == [(2, 8, 8, 8, 2), (2, 8, 8, 8, 5)] * 2
+    assert [k.product for k in kernels if k.product] == [(1, 8, 32, 16), (1, 8, 16, 32), (1, 32, 16, 8)] * 2
+    assert [k.attention for k in kernels if k.attention] == [(2, 8, 8, 8, 2), (2, 8, 8, 8, 5)] * 2
+    assert all(one.seconds > 0 for one in measured)
 
 
 def test_a_block_of_the_reference_step_is_a_layer_of_torchs_causal_transformer():
@@ -104,9 +106,9 @@ def test_a_block_of_the_reference_step_is_a_layer_of_torchs_causal_transformer()
 def test_the_measured_attention_is_causal(monkeypatch):
     attended = mock.Mock(wraps=F.scaled_dot_product_attention)
     monkeypatch.setattr(F, "scaled_dot_product_attention", attended)
-    monkeypatch.setattr(device_kernels, "ATTENTIONS", {"cpu": ((2, 8, 8),)})
-    monkeypatch.setattr(device_kernels, "_seconds_each", lambda _action, _device: 1.0)
-    device_kernels.measure_attention(torch.device("cpu"))
+    no_others = {"KERNELS": (), "LAYERS": {"cpu": ()}, "ATTENTIONS": {"cpu": ((2, 8, 8),)}, "BUDGET_SECONDS": 0.0}
+    with mock.patch.multiple(device_kernels, **no_others):
+        device_kernels.measure_kernels(torch.device("cpu"))
     assert {call.kwargs["is_causal"] for call in attended.call_args_list} == {True}
 
 

@@ -23,8 +23,7 @@ from tests.unit.parallel.launch.test_preflight import ALIKE
 
 def test_nodes_are_compared_before_anything_is_measured(monkeypatch):
     store, measured = dist.HashStore(), mock.Mock()
-    for module in (measurement, preflight):
-        monkeypatch.setattr(module, "shared_store", lambda: store)
+    monkeypatch.setattr(preflight, "shared_store", lambda: store)
     monkeypatch.setattr(measurement, "start_world", lambda: World(0, 1, 0, 1, torch.device("cpu")))
     monkeypatch.setattr(preflight, "find_facts", lambda _job: dataclasses.replace(ALIKE, disk_error="full"))
     monkeypatch.setattr(measurement, "measure", measured)

@@ -49,12 +49,13 @@ for program, code in json.loads(os.environ.get("ENDS", "{{}}")).items():
                 sys.exit(code)
             time.sleep(0.01)
 """
-# Runs its command once per node or task.
+# Runs its command once per task.
 SRUN = """#!/usr/bin/env bash
 "$(dirname "$0")/noted" srun "$@"
 while [[ $1 == --* ]]; do [[ $1 != --ntasks=* ]] || tasks=${1#*=}; shift; done
-for ((task = 0; task < ${tasks:-$SLURM_NTASKS}; task++)); do
-    NODE=n$((task + 1)) SLURM_PROCID=$task SLURM_LOCALID=$((task % SLURM_NTASKS_PER_NODE)) "$@" || exit
+export SLURM_NTASKS=$tasks
+for ((task = 0; task < tasks; task++)); do
+    NODE=n$((task + 1)) SLURM_PROCID=$task SLURM_LOCALID=$((task % (tasks / SLURM_JOB_NUM_NODES))) "$@" || exit
 done
 """
 SSH = """#!/usr/bin/env bash
@@ -182,15 +183,15 @@ def test_hostfile_starts_the_same_on_every_host_and_passes_on_the_code_of_the_on
 
 
 def slurm(**more: str) -> dict[str, str]:
-    job = {"SLURM_JOB_ID": "123", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS": "2"}
-    return job | {"SLURM_NTASKS_PER_NODE": "1", "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_CPUS_ON_NODE": "96"} | more
+    job = {"SLURM_JOB_ID": "123", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "2"}
+    return job | {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_CPUS_PER_NODE": "96(x2)"} | more
 
 
 def test_slurm_runs_torchrun_on_every_node_of_the_job(stubs):
     code, calls, said = launch("slurm.sbatch", stubs, "--train.steps=5", **slurm())
     assert code == 0
     step = next(call for call in calls if call.words[:2] == ["noted", "srun"])
-    assert {"--kill-on-bad-exit=1", "--wait=600", "--cpu-bind=none", "--cpus-per-task=96"} < set(step.words)
+    assert {"--export=ALL", "--kill-on-bad-exit=1", "--wait=600", "--cpu-bind=none"} < set(step.words)
     assert step.words[-3:] == ["--label", "scripts/launch/torchrun.sh", "--train.steps=5"]
     starts = [call for call in calls if "parallel.launch" in call.words]
     assert [call.node for call in starts] == ["n1", "n2"]
@@ -209,7 +210,7 @@ def test_slurms_script_started_by_hand_says_so(stubs):
 
 
 def test_slurm_itself_starts_the_ranks_where_that_is_asked_for(stubs, tmp_path):
-    ranks = {"LAUNCH": "srun", "SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "2", "HEALTH": "1"}
+    ranks = {"LAUNCH": "srun", "SLURM_NTASKS_PER_NODE": "2", "HEALTH": "1"}
     code, calls, _ = launch("slurm.sbatch", stubs, "--run.dir=a b", **slurm(FOLDER=f"{tmp_path}/a b", **ranks))
     assert code == 0
     assert sorted(os.listdir(tmp_path / "a b" / "logs")) == [f"rank_{rank}.log" for rank in range(4)]
@@ -222,6 +223,23 @@ def test_slurm_itself_starts_the_ranks_where_that_is_asked_for(stubs, tmp_path):
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     found = [tuple(call.environment[name] for name in names) for call in starts]
     assert found == [(str(rank), str(rank % 2), "4", "2", "n1", "20246") for rank in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("asked", "node_cores", "expected"),
+    [
+        ({}, "128(x2),96,112", ["2", "1", "96"]),  # as many as the smallest node has
+        ({"SLURM_NTASKS_PER_NODE": "8"}, "96(x2)", ["2", "1", "96"]),  # torchrun starts the ranks
+        ({"SLURM_NTASKS_PER_NODE": "2", "LAUNCH": "srun"}, "97(x2)", ["4", "2", "48"]),
+    ],
+)
+def test_tasks_of_slurm_have_the_cores_that_every_node_has(stubs, tmp_path, asked, node_cores, expected):
+    _, calls, _ = launch(
+        "slurm.sbatch", stubs, **slurm(SLURM_JOB_CPUS_PER_NODE=node_cores, FOLDER=str(tmp_path), **asked)
+    )
+    step = [call.words for call in calls if call.words[:2] == ["noted", "srun"]][-1]
+    options = ["--ntasks", "--ntasks-per-node", "--cpus-per-task"]
+    assert step[2:5] == [f"{name}={value}" for name, value in zip(options, expected, strict=True)]
 
 
 @pytest.mark.parametrize(("folders", "mounts"), [("", ""), ("/runs,/data:/d:ro", ",/runs:/runs,/data:/d:ro")])
@@ -240,7 +258,7 @@ def test_slurm_passes_the_code_of_a_rank_on(stubs):
 
 
 def test_slurms_warning_reaches_the_ranks_and_the_job_goes_back_into_the_queue(stubs):
-    settings = slurm(ENDS='{"parallel.launch": 0}', ENDS_AFTER="scancel", SLURM_NTASKS="1")
+    settings = slurm(ENDS='{"parallel.launch": 0}', ENDS_AFTER="scancel", SLURM_JOB_NUM_NODES="1")
     with subprocess.Popen([SCRIPTS / "slurm.sbatch"], env=environment(stubs, **settings)) as job:
         while not (stubs / "calls").exists() or '"parallel.launch"' not in (stubs / "calls").read_text():
             assert job.poll() is None
@@ -314,6 +332,23 @@ def test_an_older_torchrun_does_not_get_an_option_that_it_lacks(monkeypatch):
     monkeypatch.setattr(run, "get_args_parser", argparse.ArgumentParser)
     launcher.main(["program.py"])
     assert started.call_args.args == (["program.py"],)
+
+
+def test_the_packages_are_installed_also_on_a_disk_without_locks(tmp_path):
+    programs = {"python": "#!/bin/sh\n[ $1 = -c ] && echo the same\ntrue", "pip": "", "activate": ""}
+    programs["flock"] = "#!/bin/sh\necho flock: Function not implemented >&2\nexit 1"
+    for folder in (tmp_path / ".venv" / "bin", tmp_path / "scripts"):
+        folder.mkdir(parents=True)
+    for name, source in programs.items():
+        (tmp_path / ".venv" / "bin" / name).write_text(source)
+        (tmp_path / ".venv" / "bin" / name).chmod(0o755)
+    for name in ("requirements.txt", "scripts/setup.sh"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    variables = {"PATH": f"{tmp_path}/.venv/bin:{os.environ['PATH']}"}
+    command = ["bash", str(tmp_path / "scripts" / "setup.sh")]
+    ended = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)
+    assert "setup: no lock on this disk; run scripts/setup.sh once" in ended.stderr
+    assert (tmp_path / ".venv" / "complete").read_text() == "the same\n"
 
 
 def test_the_scripts_pass_shellcheck():

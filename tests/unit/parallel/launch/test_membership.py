@@ -1,7 +1,6 @@
 """Nodes agree on the starts of a job, from the records that they publish."""
 
 import socket
-import time
 from dataclasses import replace
 from unittest import mock
 
@@ -105,8 +104,12 @@ def test_facts_have_the_difference_of_clocks_unless_the_reply_took_longer(there:
         free.bind(("127.0.0.1", 0))
         address = free.getsockname()
     peers = Peers(A, {"a": address}, {"name": "a"})
-    clock = mock.Mock(monotonic=time.monotonic)
-    clock.time.side_effect = [100.0, there, 101.0]  # when it is asked, there, and when the reply has come
+    mark = tmp_path / "mark?"
+    # At the second time the node sees the file. The clock: when it is asked, there, and when the reply has come.
+    clock = mock.Mock(monotonic=lambda: 7.0, sleep=lambda _seconds: mark.touch())
+    clock.time.side_effect = [0.0, 0.0, 0.0, 100.0, there, 101.0]
     with mock.patch("parallel.launch.membership.time", clock):
-        assert peers.facts("a", f"{tmp_path}") == {"name": "a", "clock_seconds": ahead, "shares_folder": True}
-    assert not peers.facts("a", f"{tmp_path}/elsewhere?")["shares_folder"]
+        assert peers.facts("a", f"{mark}", 8.0) == {"name": "a", "clock_seconds": ahead, "shares_folder": True}
+        clock.time.side_effect = None
+        clock.time.return_value = 0.0
+        assert not peers.facts("a", f"{mark}elsewhere", 7.0)["shares_folder"]

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from parallel.errors import ConfigError
-from parallel.launch import preflight, roll_call
+from parallel.launch import node_facts, preflight, roll_call
 from parallel.launch.node_facts import Job, NodeFacts, find_facts, find_problems, marked
 from parallel.launch.preflight import check_by_store, main
 from parallel.launch.roll_call import collect_facts, connect, report_facts
@@ -144,7 +144,9 @@ def errors_in_threads(check: Callable[[], object], names: Iterable[str]) -> dict
 
 
 def test_a_problem_of_one_node_is_an_error_on_all_and_the_first_names_it():
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    """It does so before others have ended: a scheduler then ends the first one."""
+    served = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
+    port = served[0].port
     facts = {node.name: node for node in nodes(num_devices=7)}
     options = argparse.Namespace(meet="n1:29500", nodes=3, names="n1,n2,n3", wait=WAIT)
 
@@ -152,7 +154,7 @@ def test_a_problem_of_one_node_is_an_error_on_all_and_the_first_names_it():
         return Route(is_host=threading.current_thread().name == "n1", local_address="127.0.0.1", interface="lo")
 
     def connected(_address: object, is_host: bool, _node: str, _seconds: float) -> dist.Store:
-        return store if is_host else dist.TCPStore("127.0.0.1", store.port, is_master=False)
+        return served.pop() if is_host else dist.TCPStore("127.0.0.1", port, is_master=False)
 
     own_facts = mock.Mock(side_effect=lambda *_: facts[threading.current_thread().name])
     others = {"find_facts": own_facts, "resolve": lambda meet: meet, "connect": connected}
@@ -160,19 +162,30 @@ def test_a_problem_of_one_node_is_an_error_on_all_and_the_first_names_it():
         errors = errors_in_threads(lambda: preflight.check_nodes(options, Job()), facts)
     there = "the preflight has found problems; the first node prints them"
     assert errors == {"n1": "preflight: n2: number of GPUs: 7, elsewhere 8", "n2": f"n2: {there}", "n3": f"n3: {there}"}
+    assert next(iter(errors)) == "n1"
 
 
-@pytest.mark.parametrize("is_shared", [True, False])
-def test_a_node_that_does_not_see_what_the_first_has_written_is_named(tmp_path, is_shared):
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+@pytest.mark.parametrize("num_looks", [1, 3, None])
+def test_a_node_that_does_not_see_in_time_what_the_first_has_written_is_named(tmp_path, monkeypatch, num_looks):
+    """The folder of a slow disk shows the file after so many looks, of which there is time for 40; else never."""
+    store, now = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), 0.0
     with marked(tmp_path / "not" / "yet") as mark, ThreadPoolExecutor(1) as pool:
-        there = mark if is_shared else f"{mark}.elsewhere"
-        first = pool.submit(collect_facts, store, ALIKE, 2, [], WAIT, there)
+
+        def look_again(_seconds: float) -> None:
+            nonlocal now
+            now += 1.0
+            if now + 1 == num_looks:
+                os.rename(f"{mark}.late", mark)
+
+        if num_looks != 1:
+            os.rename(mark, f"{mark}.late")
+        monkeypatch.setattr(node_facts, "time", mock.Mock(monotonic=lambda: now, sleep=look_again))
+        first = pool.submit(collect_facts, store, ALIKE, 2, [], WAIT, mark)
         other = dist.TCPStore("127.0.0.1", store.port, is_master=False)
         found = report_facts(other, dataclasses.replace(ALIKE, name="n2"), 2, WAIT)
     problem = "n2: /shared/runs is not the disk of n1; choose a folder that all nodes share"
-    assert first.result()[1] == found == ([] if is_shared else [problem])
-    assert list(tmp_path.iterdir()) == []
+    assert first.result()[1] == found == ([] if num_looks else [problem])
+    assert now == (num_looks - 1 if num_looks else 40)
 
 
 def test_the_first_rank_of_each_node_reports_it_and_all_ranks_have_the_verdict():
@@ -260,7 +273,7 @@ def test_the_clock_of_a_node_is_compared_by_the_fastest_reply(ahead):
 
 def test_a_node_waits_twice_as_long_for_the_verdict_and_says_if_the_first_has_ended():
     store = mock.Mock(wraps=dist.HashStore())
-    store.get = lambda _key: b"0"
+    store.get = lambda key: b"" if key == "nodes/mark" else b"0"
     store.wait.side_effect = dist.DistStoreError("Broken pipe\nstack")
     with pytest.raises(ConfigError, match=r"^n1: the first node has ended, or does not answer: Broken pipe; see its"):
         report_facts(store, ALIKE, num_nodes=2, wait_seconds=20)

@@ -41,25 +41,33 @@ def test_a_node_without_a_route_to_the_first_is_named():
 
 def test_a_node_is_known_by_the_address_from_which_it_reaches_the_first():
     sources = {"10.0.0.1": "10.0.0.2", route.ELSEWHERE: "192.168.0.2"}
-    patches = {
-        "_source_address": sources.get,
-        "_is_own": lambda _address: False,
-        "_interface_of": lambda _address: "e0",
-    }
+    patches = {"_source_address": sources.get, "_is_own": lambda _address: False}
+    patches["_interfaces"] = lambda: [("e0", "10.0.0.2")]
     with mock.patch.multiple(route, **patches):
         assert find_route("10.0.0.1:29500") == Route(False, "10.0.0.2", "e0")
 
 
-@pytest.mark.parametrize(("elsewhere", "expected"), [("10.0.0.7", "10.0.0.7"), (None, "127.0.1.1")])
-def test_a_node_whose_name_is_a_loopback_address_is_known_by_the_one_that_others_use(elsewhere, expected):
+@pytest.mark.parametrize(
+    ("elsewhere", "interfaces", "expected"),
+    [
+        ("10.0.0.7", {"lo": "127.0.0.1", "e0": "10.0.0.6", "e1": "10.0.0.7"}, ("10.0.0.7", "e1")),
+        (
+            None,
+            {"lo": "127.0.0.1", "e0": "10.0.0.6", "e1": "10.0.0.7"},
+            ("10.0.0.6", "e0"),
+        ),  # there is no default route
+        (None, {"lo": "127.0.0.1"}, ("127.0.1.1", "")),
+    ],
+)
+def test_a_node_whose_name_is_a_loopback_address_is_known_by_the_one_that_others_use(elsewhere, interfaces, expected):
     sources = {"127.0.1.1": "127.0.0.1", route.ELSEWHERE: elsewhere}
-    patches = {"_source_address": sources.get, "_is_own": lambda _address: True, "_interface_of": lambda _address: "e0"}
+    patches = {"_source_address": sources.get, "_is_own": lambda _address: True, "_interfaces": interfaces.items}
     with (
         mock.patch.object(socket, "gethostbyname", return_value="127.0.1.1"),
         mock.patch.multiple(route, **patches),
     ):
-        assert find_route("node0:29500") == Route(True, expected, "e0")
-        assert find_route("localhost:29500") == Route(True, "127.0.0.1", "e0"), "all ranks are on one node"
+        assert find_route("node0:29500") == Route(True, *expected)
+        assert find_route("localhost:29500") == Route(True, "127.0.0.1", "lo"), "all ranks are on one node"
 
 
 def test_scripts_read_the_route_in_one_line(capsys):

@@ -1,4 +1,4 @@
-"""8-bit AdamW: its table, the error of a block, and that pieces of a parameter have the bits of the whole."""
+"""AdamW with moments in 8 bits, of which a block has one scale, and in bf16, which are rounded at random."""
 
 from itertools import pairwise
 
@@ -11,6 +11,7 @@ from parallel.mesh import Axis
 from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
 from zero.optimizers.adamw8bit import BLOCK, AdamW8bit, bounds_of, dequantized, quantized, table_of
+from zero.optimizers.adamw_bf16 import AdamWBf16, rounded
 from zero.partition.config import ZeroConfig
 
 CPU = torch.device("cpu")
@@ -61,11 +62,12 @@ def test_no_update_is_many_times_the_learning_rate(beta2):
         assert (param - before).abs().max() < 2  # as AdamW, whose largest one is 1.0 or 1.5
 
 
-def test_the_updates_are_nearly_those_of_adamw():
+@pytest.mark.parametrize("kind", [AdamW8bit, AdamWBf16])
+def test_the_updates_are_nearly_those_of_adamw(kind):
     """The moments of a step are exact, and those before it have an error of at most 1/64 of the block's largest."""
     torch.manual_seed(0)
     own, expected = (nn.Parameter(torch.linspace(-1, 1, 1000).view(10, 100)) for _ in range(2))
-    optimizers = AdamW8bit([own], lr=1e-2), torch.optim.AdamW([expected], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizers = kind([own], lr=1e-2), torch.optim.AdamW([expected], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
     for _ in range(20):
         own.grad = torch.randn(10, 100)
         expected.grad = own.grad.clone()
@@ -75,14 +77,47 @@ def test_the_updates_are_nearly_those_of_adamw():
     assert not own.equal(expected)
 
 
-def test_the_first_update_is_that_of_adamw():
-    """Its moments have not been quantized before."""
+@pytest.mark.parametrize("kind", [AdamW8bit, AdamWBf16])
+def test_the_first_update_is_that_of_adamw(kind):
+    """Its moments have not been stored before."""
     settings = {"lr": 0.2, "weight_decay": 0.3, "betas": (0.8, 0.6), "eps": 0.1}
     own, expected = (nn.Parameter(torch.linspace(-1, 1, 1000).view(10, 100)) for _ in range(2))
-    for param, optimizer in ((own, AdamW8bit), (expected, torch.optim.AdamW)):
+    for param, optimizer in ((own, kind), (expected, torch.optim.AdamW)):
         param.grad = torch.linspace(-2, 3, 1000).view(10, 100)
         optimizer([param], **settings).step()
     torch.testing.assert_close(own, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_rounding_is_to_a_neighbor_and_right_in_the_mean():
+    """Each of 2^16 equal values gets other bits, so that their mean has no error but that of its sum."""
+    for value in (1.0 + 2.0**-9, -3.3e-20, 2e-38, 0.0, 7.0):
+        values = torch.full((2**16,), value)
+        found = rounded(values, torch.arange(2**16, dtype=torch.int32)).double()
+        assert ((found - values).abs() < 2.0**-7 * abs(value)).all() or found.equal(values.double())
+        torch.testing.assert_close(found.mean(), values[0].double(), rtol=1e-12, atol=0)
+
+
+def hash_of(word: int) -> int:
+    """Return "lowbias32" of a word, in unsigned arithmetic."""
+    word = (word ^ word >> 16) * 0x7FEB352D % 2**32
+    word = (word ^ word >> 15) * 0x846CA68B % 2**32
+    return word ^ word >> 16
+
+
+def test_random_bits_are_a_hash_of_seed_step_parameter_and_element():
+    """Small gradients leave moments that bf16 cannot add to: without random bits they would stay as they are."""
+    params = [nn.Parameter(torch.ones(7)), nn.Parameter(torch.ones(3, 5))]
+    optimizer = AdamWBf16(params, lr=0.1, betas=(0.5, 0.75), seed=5)
+    moments = [torch.zeros(param.numel()) for param in params]
+    for step in range(1, 4):
+        for param in params:
+            param.grad = torch.linspace(1.0, 1.1 + step, param.numel()).view_as(param)
+        optimizer.step()
+        for number, (param, before) in enumerate(zip(params, moments, strict=True)):
+            key = hash_of((hash_of(step + 5) + number) % 2**32)
+            bits = torch.tensor([hash_of((n * 0x9E3779B9 + key) % 2**32) for n in range(param.numel())])
+            before.copy_(rounded(before.lerp(param.grad.view(-1), 0.5), (bits % 2**16).int()))
+            assert optimizer.state[param]["exp_avg"].view(-1).equal(before.bfloat16())
 
 
 def test_shards_that_cut_blocks_are_refused():

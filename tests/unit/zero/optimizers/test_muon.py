@@ -1,6 +1,7 @@
 """Muon on whole parameters against torch's, and what a skipped step leaves."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from tests.distributed.zero.test_zero_optimizer import NoWaiting
 from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
 from zero.optimizers.adamw8bit import AdamW8bit
+from zero.optimizers.adamw_bf16 import AdamWBf16
+from zero.optimizers.cautious_adamw import CautiousAdamW
 from zero.optimizers.muon import Muon
 from zero.optimizers.soap import Soap
 from zero.partition.config import ZeroConfig
@@ -122,8 +125,17 @@ def groups_of(module: Layers) -> list[dict]:
     ]
 
 
+KINDS = {
+    "muon": Muon,
+    "cautious normuon": partial(Muon, row_beta=0.9, cautious_decay=True),
+    "cautious adamw": partial(CautiousAdamW, cautious_decay=True),
+    "adamw8bit": AdamW8bit,
+    "adamw_bf16": AdamWBf16,
+}
+
+
 @pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("kind", [Muon, AdamW8bit])
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_a_step_with_an_infinite_gradient_leaves_no_trace(kind, fused):
     found = []
     for bad_steps in ((0, 2), ()):
@@ -137,6 +149,7 @@ def test_a_step_with_an_infinite_gradient_leaves_no_trace(kind, fused):
             optimizer.step()
         assert optimizer.num_skipped.item() == len(bad_steps)
         states = [dict(sorted(state.items())) for state in optimizer.inner.state.values()]
+        states.append(optimizer.matrices.states())
         found.append([*module.parameters(), *(value for state in states for value in state.values())])
     assert len(found[0]) == len(found[1])
     assert all(a.equal(b) for a, b in zip(*found, strict=True))
@@ -159,7 +172,7 @@ def test_the_flag_of_a_grad_scaler_skips_updates_of_whole_parameters(kind):
     assert found[0].equal(found[1])
 
 
-@pytest.mark.parametrize("kind", [Muon, Soap, AdamW8bit])
+@pytest.mark.parametrize("kind", [*KINDS.values(), Soap], ids=[*KINDS, "soap"])
 def test_a_step_reads_no_value_of_a_tensor(kind):
     module = Layers()
     model = ZeroDataParallel(module, Axis.trivial("data"), ZeroConfig(1, bucket_numel=32, alignment=256))

@@ -65,6 +65,12 @@ def test_a_rank_that_has_failed_is_not_waited_for(barriers, monkeypatch):
         barriers[0].wait("eats")
 
 
+def test_a_rank_that_tells_that_it_has_gone_on_is_not_waited_for(barriers, monkeypatch):
+    on_poll(monkeypatch, lambda poll: bool(barriers[1].tell(poll, f"sleeps {poll} hours")))
+    with pytest.raises(BrokenBarrier, match=r"^data rank 0 eats, data rank 1 sleeps 3 hours$"):
+        barriers[0].wait("eats", 3)
+
+
 def test_half_of_a_collectives_time_is_waited_for_other_ranks_with_one_warning(barriers, monkeypatch, now, caplog):
     times = []
 

@@ -11,7 +11,18 @@ from torch import Tensor, nn
 
 from parallel.errors import ConfigError
 from parallel.mesh import Axis
-from zero import SaveError, Saver, ZeroConfig, ZeroDataParallel, ZeroOptimizer, export, has_checkpoint, load, save
+from zero import (
+    CautiousAdamW,
+    SaveError,
+    Saver,
+    ZeroConfig,
+    ZeroDataParallel,
+    ZeroOptimizer,
+    export,
+    has_checkpoint,
+    load,
+    save,
+)
 from zero.state.export import full_state_dict
 from zero.state.tensor_file import DTYPE_NAMES
 
@@ -49,6 +60,14 @@ def test_a_checkpoint_is_replaced_by_that_of_a_later_save(saved: tuple[Path, Ten
     assert other[0].module.weight.equal(weight)
     assert sorted(path.name for path in folder.iterdir()) == ["layout.json", "rank-00000.safetensors"]
     assert [path.name for path in folder.parent.iterdir()] == ["saved"]
+
+
+def test_a_run_may_resume_with_cautious_weight_decay_and_without_it(saved: tuple[Path, Tensor]):
+    plain, cautious, plain_again = wrap(), wrap(optimizer=CautiousAdamW), wrap()
+    load(saved[0], *plain)
+    load(saved[0], *cautious)
+    load(save(saved[0].parent / "cautious", *cautious), *plain_again)
+    assert train(plain_again).equal(train(plain))
 
 
 def test_a_crash_while_a_checkpoint_is_replaced_leaves_the_old_one(

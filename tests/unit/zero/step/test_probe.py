@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from parallel.errors import ConfigError
 from zero.optimizers.adamw8bit import BLOCK, AdamW8bit
+from zero.optimizers.adamw_bf16 import AdamWBf16
 from zero.optimizers.muon import Muon
 from zero.step.atoms import ELEMENT
 from zero.step.bucketed_optimizer import BucketedOptimizer
@@ -30,6 +31,7 @@ CPU = torch.device("cpu")
         (torch.optim.Adamax, {}, 8),
         (AdamW8bit, {}, 2 + 4 * 8 / (3 * BLOCK + 6)),  # the fourth block of the probed parameter is incomplete
         (AdamW8bit, {"update": "adamw"}, 8),
+        (AdamWBf16, {}, 4),
         (Muon, {}, 4),
         (Muon, {"update": "adamw"}, 8),
     ],
