@@ -60,7 +60,9 @@ def report_facts(store: dist.Store, facts: NodeFacts, num_nodes: int, wait_secon
             f"{facts.name}: the first node has ended, or does not answer: {first_line(error)}; see its output"
         ) from error
     finally:
-        _sign_off(store)
+        # Tells the first node, which serves the store for so long, that this one has read the verdict.
+        with suppress(RuntimeError, ValueError):
+            store.add("nodes/num_left", 1)
 
 
 def wait_for_end(store: dist.Store, seconds: float) -> None:
@@ -91,7 +93,9 @@ def collect_facts(
     problems = _missing(nodes, num_nodes, names, wait_seconds) + find_problems(nodes)
     # The store ends with this process. So it waits, after it has set the verdict, until all nodes have read it.
     store.set("nodes/verdict", json.dumps(problems))
-    _wait_until_read(store, len(nodes) - 1, wait_seconds)
+    deadline = time.monotonic() + wait_seconds
+    while store.add("nodes/num_left", 0) < len(nodes) - 1 and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
     return nodes, problems
 
 
@@ -119,16 +123,3 @@ def _clock_difference(store: dist.Store, number: int) -> float:
         best = min(best, (reply_seconds, start + reply_seconds / 2 - first_node_time))
     reply_seconds, ahead = best
     return ahead if abs(ahead) > reply_seconds else 0.0
-
-
-def _sign_off(store: dist.Store) -> None:
-    """Tell the first node that this one has read the verdict, if the store is still served."""
-    with suppress(RuntimeError, ValueError):
-        store.add("nodes/num_left", 1)
-
-
-def _wait_until_read(store: dist.Store, num_others: int, seconds: float) -> None:
-    """Wait until the other nodes have read the verdict, or the time is over."""
-    deadline = time.monotonic() + seconds
-    while store.add("nodes/num_left", 0) < num_others and time.monotonic() < deadline:
-        time.sleep(POLL_SECONDS)

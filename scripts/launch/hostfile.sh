@@ -6,10 +6,10 @@
 # Variables of the environment whose names begin with NCCL_, HF_ or WANDB_ are passed to the nodes, and those that
 # PASS="NAME NAME" names, but no key, token, secret or password.
 #
-# hosts.txt has one host a line. All nodes connect to the first one, where RDZV_PORT (29500) and the port after it must
-# be free. Every node must have this folder at the same path. The exit code is that of the first node that failed. With
-# MIN_NODES=1 the run goes on without nodes that are lost; the exit code is that of the last node, and the two ports must
-# be free on every node.
+# hosts.txt has one host a line, or USER@HOST. All nodes connect to the first one, where RDZV_PORT (29500) and the port
+# after it must be free. Every node must have this folder at the same path. The exit code is that of the first node that
+# failed. With MIN_NODES=1 the run goes on without nodes that are lost; the exit code is that of the last node, and the
+# two ports must be free on every node.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -24,9 +24,9 @@ mapfile -t hosts < <(sed 's/#.*//' "$HOSTS" | awk 'NF {print $1}')
 }
 
 # ssh does not pass on the environment of this shell, so the variables that torchrun.sh reads are part of the command.
-settings="NNODES=${#hosts[@]} RDZV=${hosts[0]}:${RDZV_PORT:-29500} NODE_NAMES=$(
+settings="NNODES=${#hosts[@]} RDZV=${hosts[0]#*@}:${RDZV_PORT:-29500} NODE_NAMES=$(
     IFS=,
-    echo "${hosts[*]}"
+    echo "${hosts[*]#*@}"
 )"
 names=(RANKS_PER_NODE MIN_NODES MAX_RESTARTS CHECK PREFLIGHT_SECONDS LOGS HEALTH PYTHON OMP_NUM_THREADS RDZV_ID)
 read -ra more <<<"${PASS:-}"

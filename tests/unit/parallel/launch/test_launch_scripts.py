@@ -156,7 +156,7 @@ def test_exit_codes_pass_through_and_nothing_starts_after_a_failed_check(stubs, 
 
 def test_hostfile_starts_the_same_on_every_host_and_passes_on_the_code_of_the_one_that_fails(stubs, tmp_path):
     hosts = tmp_path / "hosts"
-    hosts.write_text("n1  # the first\n\n# n9\nn2\n")
+    hosts.write_text("me@n1  # the first\n\n# n9\nn2\n")
     settings = {"HOSTS": str(hosts), "RANKS_PER_NODE": "3", "GRACE_SECONDS": "60"}
     settings |= {
         "NCCL_SOCKET_IFNAME": "ib 7",
@@ -168,7 +168,7 @@ def test_hostfile_starts_the_same_on_every_host_and_passes_on_the_code_of_the_on
     code, calls, said = launch("hostfile.sh", stubs, "--run.dir=a b", **settings, ENDS='{"parallel.launch": 5}')
     assert code == 5
     starts = [call for call in calls if "parallel.launch" in call.words]
-    assert sorted(call.node for call in starts) == ["n1", "n2"]
+    assert sorted(call.node for call in starts) == ["me@n1", "n2"]
     for call in starts:
         assert {"--nnodes=2", "--nproc-per-node=3", "--rdzv-endpoint=n1:29500", "--run.dir=a b"} < set(call.words)
         assert call.environment["NODE_NAMES"] == "n1,n2"
