@@ -152,7 +152,7 @@ def test_three_micro_batches_are_recorded_and_have_the_time_and_memory_of_seven(
 def test_a_plan_of_activations_fills_the_memory_that_the_rest_leaves(monkeypatch: pytest.MonkeyPatch):
     for name, value in (("MOST_PLANS", 1), ("BEAM", 2)):  # for speed
         monkeypatch.setattr(f"zero.activations.plans.planner.{name}", value)
-    monkeypatch.setattr(depth, "DEPTHS", (1, 2))
+    monkeypatch.setattr(depth, "DEPTHS", (2, 4))
     shape = "--model.num_layers=3", "--train.micro_batch_size=4", "--model.attention=flash", "--model.dropout=0"
     chosen = shallow(*shape, "--parallel.tensor_size=1", "--zero.stage=1", "--dry_run.world_size=2")
     layout = CandidateLayout(1, 1, "planned", 4)
