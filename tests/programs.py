@@ -5,10 +5,13 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from unittest import mock
+
+from tests.ranks import start_process
 
 ROOT = Path(__file__).resolve().parents[1]
 HANG_SECONDS = 300  # after which a hang ends; less than `run.hang_seconds`
@@ -33,6 +36,28 @@ def run_program(*words: str) -> None:
     module, *arguments = words[1:] if words[0] == "-m" else [words[0].removesuffix(".py"), *words[1:]]
     with mock.patch.object(sys, "argv", [module, *arguments]):
         importlib.import_module(module).main()
+
+
+def start_forked(said: Path, function: Callable[..., None], *args: object, **environment: str) -> BaseProcess:
+    """Start a function, such as `run_program`, in a process of its own that need not import torch again.
+
+    What it prints goes to the file `said`.
+    """
+    return start_process("forkserver", run_forked, said, environment, function, *args)
+
+
+def run_forked(said: Path, environment: dict[str, str], function: Callable[..., None], *args: object) -> None:
+    with said.open("wb") as file:
+        os.dup2(file.fileno(), sys.stdout.fileno())
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    os.environ.update(environment)
+    function(*args)
+
+
+def wait_for_end(process: BaseProcess) -> int | None:
+    """Return the exit code of a process, or None if it hangs."""
+    process.join(HANG_SECONDS)
+    return process.exitcode
 
 
 @contextmanager

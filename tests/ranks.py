@@ -161,13 +161,8 @@ def start_worker(rank: int) -> Worker:
     Forked ranks iterate over sets in the same order, since they share a hash seed and addresses. Rank 0 has its own, as
     every process of a real run does: code that depends on such an order differs there.
     """
-    context = multiprocessing.get_context("forkserver" if rank else "spawn")
-    if rank:
-        context.set_forkserver_preload(PRELOADED)
-    connection, worker_connection = context.Pipe()
-    process = context.Process(target=serve, args=(worker_connection,), daemon=True)
-    with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):  # read when torch is imported
-        process.start()
+    connection, worker_connection = multiprocessing.Pipe()
+    process = start_process("forkserver" if rank else "spawn", serve, worker_connection)
     worker_connection.close()  # only the worker holds the other end: if it dies, this one reads an end of file
     return Worker(process, connection)
 
@@ -223,6 +218,17 @@ def dump_stacks(workers: list[Worker]) -> None:
         assert worker.process.pid is not None  # it was started
         os.kill(worker.process.pid, signal.SIGABRT)
     time.sleep(0.5)  # they write their stacks and end
+
+
+def start_process(method: str, function: Callable[..., Any], *args: Any) -> BaseProcess:
+    """Start a process that calls a function, by a method of `multiprocessing`; a fork server has `PRELOADED`."""
+    context = multiprocessing.get_context(method)
+    if method == "forkserver":
+        context.set_forkserver_preload(PRELOADED)
+    process = context.Process(target=function, args=args, daemon=True)
+    with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):  # read when torch is imported
+        process.start()
+    return process
 
 
 def serve(connection: Connection) -> None:

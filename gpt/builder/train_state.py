@@ -13,7 +13,7 @@ from gpt.builder.activation_store import chosen_activations
 from gpt.builder.leaves import Leaves
 from gpt.builder.loss_guard import LossGuard
 from gpt.kernels.apex import choose_norm, find_apex
-from gpt.kernels.attention import describe_attention, describe_documents
+from gpt.kernels.attention import describe_attention, describe_documents, masks_documents
 from gpt.kernels.norms import NORMS
 from gpt.model.compiled_blocks import check_compiler, compile_blocks
 from gpt.model.mup import hidden_factor, is_hidden_matrix
@@ -183,6 +183,12 @@ def build(settings: Settings, mesh: Mesh, device: torch.device) -> TrainState:
     if settings.data.mask_documents:
         how = describe_documents(settings.model, device, train.dtype)
         logger.info("documents: kept apart by %s; FLOPs and MFU count one a sequence", how)
+        if activations.store == "planned" and not masks_documents(settings.model, device, train.dtype):
+            raise ConfigError(
+                f"data.mask_documents with model.attention={settings.model.attention} in {train.precision} passes a "
+                "tensor of another length in each micro-batch, for which activations.store=planned would make another "
+                "plan; choose model.attention=math, or another store"
+            )
     with ShardedInit(mesh.data, settings.zero.policy, settings.zero.prefetch_numel, settings.offload) as init:
         sum_dtype = settings.zero.gradient_types(train.dtype).reduce
         if settings.zero.policy.adds_leaves:  # each gradient is summed by itself: of the same type in each stage
@@ -192,6 +198,7 @@ def build(settings: Settings, mesh: Mesh, device: torch.device) -> TrainState:
         )
         if train.matmul == "fp8":
             convert_blocks(gpt, train, HOPPER if mesh.data.imitated_backend == "nccl" else Device.of(device))
+        plan_blocks(gpt, activations, device)
         gpt.softmax = replace(gpt.softmax, z_loss=train.z_loss)
         initialize(gpt, train.seed, mesh.data)
         if train.initial_weights is not None:
@@ -244,15 +251,19 @@ def build_model(
             gpt = GPT(config, tokens, run_blocks, norm, compiles_loss, gradient_sum_dtype)
     finally:
         torch.set_default_dtype(default_dtype)
-    if is_planned:
-        assert activations.budget_gb is not None
-        context = PlanContext(activations.hardware, device, tokens.replicas)
-        PlannedBlocks(list(gpt.blocks), activations.budget_gb, context)
     if activations.store == "selective":
         for module in gpt.modules():
             if isinstance(module, Attention):
                 module.kernel = recomputed(module.kernel)
     return gpt
+
+
+def plan_blocks(gpt: GPT, activations: ActivationsConfig, device: torch.device) -> None:
+    """Let the blocks of a GPT run by a plan, if the settings ask for one; call this when the blocks are complete."""
+    if activations.store == "planned":
+        assert activations.budget_gb is not None
+        context = PlanContext(activations.hardware, device, gpt.tokens.replicas)
+        PlannedBlocks(list(gpt.blocks), activations.budget_gb, context)
 
 
 def convert_blocks(gpt: GPT, train: TrainSettings, device: Device) -> None:

@@ -25,7 +25,7 @@ class Documents(NamedTuple):
     """The stretches of documents in the sequences of a micro-batch.
 
     `positions`, int64 (batch, seq), begin at 0 in each. `starts`, int32 (stretches + 1,), are the first token of each
-    among those of all sequences, and their number.
+    among those of all sequences, and their number; none if there is a mask, which alone is read then.
     """
 
     positions: Tensor
@@ -39,7 +39,7 @@ class Documents(NamedTuple):
         # Two tokens are in the same stretch if it begins at the same token.
         is_seen = (first[:, :, None] == first[:, None, :]).tril_()[:, None]
         mask = torch.zeros_like(is_seen, dtype=dtype).masked_fill_(is_seen.logical_not_(), -torch.inf)
-        return self._replace(mask=mask)
+        return self._replace(mask=mask, starts=self.starts[:0])  # of one shape, whatever the number of stretches
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, scale: float | None = None) -> Tensor:
         """Return causal attention inside each document of (batch, heads, seq, head_dim) tensors."""

@@ -35,7 +35,7 @@ def compile_blocks(
     """
     draws_apart = model.config.dropout > 0 and model.tokens.axis.size > 1
     attends_outside = draws_apart or model.tokens.context.size > 1
-    make_traceable(model.blocks, model.tokens)
+    make_traceable(model.blocks)
 
     def compiled(method: Callable[..., Any], block: Block) -> Callable[..., Any]:
         return torch.compile(MethodType(method, block), backend=backend, fullgraph=not may_break)

@@ -82,12 +82,13 @@ class Settings:
 
     def _check_planned(self) -> None:
         """Raise ConfigError if a plan of activations cannot trace the blocks."""
+        is_fp8, fp8 = self.train.matmul == "fp8", self.train.fp8
+        tensor_size = f"parallel.tensor_size={self.parallel.tensor_size}"
+        kept = f"train.fp8.keep_first={fp8.keep_first}, keep_last={fp8.keep_last}"
         refused = {
             "train.compile=blocks": self.train.compiles_blocks,
-            "train.matmul=fp8": self.train.matmul == "fp8",
-            "data.mask_documents=true": self.data.mask_documents,
-            f"parallel.context_size={self.parallel.context_size}": self.parallel.context_size > 1,
-            f"parallel.tensor_size={self.parallel.tensor_size}": self.parallel.tensor_size > 1,
+            f"train.matmul=fp8 and {tensor_size}": is_fp8 and self.parallel.tensor_size > 1,
+            f"train.matmul=fp8 and {kept}": is_fp8 and fp8.keep_first + fp8.keep_last > 0,
         }
         for what in (what for what, is_refused in refused.items() if is_refused):
             raise ConfigError(f"activations.store=planned does not work with {what}; choose another store")

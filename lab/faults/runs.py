@@ -81,7 +81,7 @@ class Job:
 
     @property
     def said(self) -> str:
-        """What the processes have said since this start of the run."""
+        """The output of the processes since this start of the run."""
         return self._log.read_bytes()[self._begin :].decode(errors="replace")
 
     def wait_for_step(self, step: int) -> None:

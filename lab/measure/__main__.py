@@ -43,7 +43,7 @@ def check_and_measure(options: argparse.Namespace, arguments: Sequence[str]) -> 
             spec = cluster_of(by_rank, world, options.name)
             write_cluster(spec, Path(options.write), sorted({m.node for m in by_rank}))
             sys.stdout.write(f"{options.write} has these rates, for --dry_run.cluster and the planner\n")
-    # The store may end with the first rank's process, which has read the rates of all ranks before it ends.
+    # The store may end with the first rank's process, which has gathered the rates of all ranks before it ends.
     stop_world()
 
 

@@ -1,6 +1,5 @@
 """Measurements of the links and the devices of a job, made by all ranks at once, as in training."""
 
-import pickle
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +13,6 @@ from torch import Tensor
 
 from lab.measure.curves import Curve
 from parallel.mesh import Axis, Mesh
-from parallel.store import shared_store
 from parallel.world import World
 
 COLLECTIVES = "all_reduce", "all_gather", "reduce_scatter"
@@ -57,13 +55,11 @@ class DeviceRate:
 
 
 def gathered(own: Found, world: World) -> list[Found]:
-    """Return what all ranks have found, by rank, on the first one; on the others an empty list.
-
-    It is pickled into the store of the job, as torch's rendezvous is.
-    """
-    store = shared_store()
-    store.set(f"found/{world.rank}", pickle.dumps(own))  # type: ignore[arg-type]
-    return [pickle.loads(store.get(f"found/{rank}")) for rank in range(world.size)] if world.is_first else []
+    """Return what all ranks have found, by rank, on the first one; on the others an empty list."""
+    found = [own] * world.size if world.is_first else None
+    if dist.is_initialized():
+        dist.gather_object(own, found)
+    return found or []
 
 
 def message_bytes(num_ranks: int) -> int:

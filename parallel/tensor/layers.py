@@ -17,9 +17,15 @@ from parallel.errors import ConfigError
 from parallel.mesh import Axis
 from parallel.tensor.products import OWN_PRECISION, Products, Tensors
 from parallel.tensor.token_layout import TokenLayout
+from parallel.torch_internals import FunctionalTensor
 
 ColumnLinear = Callable[[Tensor, Tensors, Tensors], list[Tensor]]  # (x, weights, biases) -> one y a weight
 RowLinear = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # (x, weight, bias) -> y
+
+
+def is_traced(x: Tensor) -> bool:
+    """Return whether torch.compile or AOTAutograd traces a function of `x`, instead of running it."""
+    return torch.compiler.is_compiling() or isinstance(x, FunctionalTensor)
 
 
 def part_of(size: int, axis: Axis, what: str) -> int:
@@ -37,8 +43,8 @@ def part_of(size: int, axis: Axis, what: str) -> int:
 class ColumnParallelLinear(nn.Module):
     """A linear layer, (tokens of this rank, in) -> (all tokens, out / size).
 
-    Each rank has its rows of weight (out, in) and of bias (out,), if it has one. `traced` is what torch.compile traces
-    instead of the layer, if the layer sends anything.
+    Each rank has its rows of weight (out, in) and of bias (out,), if it has one. `traced` is what torch traces instead
+    of the layer, if the layer sends anything.
     """
 
     split_dims: ClassVar = {"weight": 0, "bias": 0}
@@ -77,7 +83,7 @@ class RowParallelLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_features)) if has_bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.traced is not None and torch.compiler.is_compiling():
+        if self.traced is not None and is_traced(x):
             return self.traced(x, self.weight, self.bias)
         # The bias is added once in the sum over ranks, as part of the product: a pass of its own would take longer.
         bias = None if self.bias is None else _OnFirstRank.apply(self.bias, self.tokens.axis)
@@ -151,9 +157,9 @@ class ColumnParallel(Protocol):
 def column_linears(x: Tensor, weights: Tensors, biases: Tensors, layer: ColumnParallel) -> Tensors:
     """Apply several column-parallel linear layers to one input, which is gathered once, as is its gradient reduced.
 
-    `biases` has as many tensors as `weights`, or none. torch.compile traces `layer.traced` instead, if there is one.
+    `biases` has as many tensors as `weights`, or none. Torch traces `layer.traced` instead, if there is one.
     """
-    if layer.traced is not None and torch.compiler.is_compiling():
+    if layer.traced is not None and is_traced(x):
         return layer.traced(x, weights, biases)
     return _ColumnLinears.apply(x, Split(layer.tokens, layer.products), len(weights), *weights, *biases)
 

@@ -10,6 +10,7 @@ Tokens of all sequences are in one dim, so a stretch is contiguous and a collect
 parallelism, "all tokens" are those of this rank's stretch of each sequence.
 """
 
+from collections.abc import Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
@@ -22,7 +23,7 @@ from parallel.tensor.random_streams import own_random_stream
 NO_CONTEXT = Axis.trivial("context")
 
 
-class TokenLayout(Protocol):
+class TokenLayout(Hashable, Protocol):
     """A layout. `gather` and `reduce` launch a collective; wait for the `Work` before the result is read."""
 
     @property

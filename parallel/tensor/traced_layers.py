@@ -1,17 +1,19 @@
-"""Split layers as operations into which torch.compile does not look, with their collectives and random streams.
+"""Split layers as operations into which torch does not look when it traces, with their collectives and random streams.
 
-A compiled function calls them like any kernel, in the order and with the traffic of the layers in
-`parallel/tensor/layers.py`. Collectives in a graph would bypass the axis, its log and its own reduce-scatter on gloo.
+A graph calls them like any kernel, in the order and with the traffic of the layers in `parallel/tensor/layers.py`.
+Collectives in a graph would bypass the axis, its log and its own reduce-scatter on gloo.
 """
 
 from collections.abc import Callable
 from functools import cache
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from parallel.mesh import Axis
+from parallel.tensor.context import exchange, exchange_operation
 from parallel.tensor.heads import GroupedHeads, PackedHeads
 from parallel.tensor.layers import (
     ColumnLinear,
@@ -25,42 +27,114 @@ from parallel.tensor.layers import (
     row_gradients,
     row_product,
 )
+from parallel.tensor.products import Tensors
 from parallel.tensor.token_layout import TokenLayout
+from parallel.torch_internals import OpOverload
 
 _numbers = count()  # torch's registry of operations is global, and wants another name for each layout
 
 
-def make_traceable(module: torch.nn.Module, tokens: TokenLayout) -> None:
-    """Let torch.compile trace the split layers of a module, by operations for their layout `tokens`.
+class AxisOperation(NamedTuple):
+    """An operation with collectives: what it runs, and what it allocates and sends beside its arguments and results."""
+
+    run: Callable[..., Any]
+    workspace_bytes: Callable[[Tensors, Tensors], int]  # of its arguments and its results
+    sent_bytes: Callable[[Tensors, Tensors], float]  # by a rank, in forward
+    is_reduced: bool = False  # a sum over the tensor axis, and so equal on all ranks that hold the same tokens
+
+
+def _of_layer(
+    run: Callable[..., Any],
+    tokens: TokenLayout,
+    stream: Callable[[Tensors, Tensors], Tensor],
+    num_whole: int = 1,
+    is_reduced: bool = False,
+) -> AxisOperation:
+    """Return the operation of a split layer.
+
+    `stream` returns, of its arguments and its results, the tensor with a row for each token of this rank. If each rank
+    has its own tokens, `num_whole` tensors like it hold those of all.
+    """
+    parts, size = tokens.num_parts, tokens.axis.size
+    num_sent = parts - 1 if parts > 1 else 2 * (size - 1) / size * is_reduced
+    return AxisOperation(
+        run,
+        lambda *tensors: num_whole * parts * stream(*tensors).nbytes if parts > 1 else 0,
+        lambda *tensors: num_sent * stream(*tensors).nbytes,
+        is_reduced,
+    )
+
+
+def _first_argument(arguments: Tensors, _results: Tensors) -> Tensor:
+    return arguments[0]
+
+
+def _first_result(_arguments: Tensors, results: Tensors) -> Tensor:
+    return results[0]
+
+
+Operations = dict[OpOverload, AxisOperation]
+
+
+def make_traceable(module: torch.nn.Module) -> Operations:
+    """Let torch trace the split layers of a module, by operations for the layout of their tokens; return these.
 
     An axis without peers needs none: nothing is sent, and all numbers are drawn from torch's own stream.
     """
-    if tokens.axis.size == 1:
-        return
-    column = cache(lambda products: _column_linear(f"column_linear_{next(_numbers)}", Split(tokens, products)))
-    row = cache(lambda products: _row_linear(f"row_linear_{next(_numbers)}", Split(tokens, products)))
-    dropout = _dropout(f"token_dropout_{next(_numbers)}", tokens) if tokens.num_parts > 1 else None
+    found: Operations = {}
     for layer in module.modules():
-        if isinstance(layer, ColumnParallelLinear | PackedHeads | GroupedHeads):
-            layer.traced = column(layer.products)
-        elif isinstance(layer, RowParallelLinear):
-            layer.traced = row(layer.products)
-        elif isinstance(layer, TokenDropout):
-            layer.traced = dropout
+        if isinstance(layer, ColumnParallelLinear | PackedHeads | GroupedHeads | RowParallelLinear):
+            if layer.tokens.axis.size > 1:
+                register = _row_linear if isinstance(layer, RowParallelLinear) else _column_linear
+                layer.traced, operations = register(Split(layer.tokens, layer.products))
+                found |= operations
+            if layer.tokens.context.size > 1:
+                found |= _exchange(layer.tokens.context)
+        elif isinstance(layer, TokenDropout) and layer.tokens.num_parts > 1:
+            layer.traced = _dropout(layer.tokens)
+    return found
 
 
-def _column_linear(name: str, split: Split) -> ColumnLinear:
+def _kernel(name: str) -> OpOverload:
+    return getattr(torch.ops.zero, name).default
+
+
+@cache
+def _exchange(context: Axis) -> Operations:
+    """Return the exchange of heads and tokens, which sends and receives one message."""
+
+    def run(parts: list[Tensor], divided: int, joined: int) -> list[Tensor]:
+        return exchange(context, divided, joined, parts)
+
+    def message_bytes(parts: Tensors, _results: Tensors) -> int:
+        return sum(part.nbytes for part in parts)
+
+    name, _ = exchange_operation(context)
+    size = context.size
+    return {
+        _kernel(name): AxisOperation(
+            run,
+            lambda *tensors: 2 * message_bytes(*tensors),
+            lambda *tensors: (size - 1) / size * message_bytes(*tensors),
+        )
+    }
+
+
+@cache
+def _column_linear(split: Split) -> tuple[ColumnLinear, Operations]:
     """Register (x, weights, biases) -> (tokens of x * parts, out) for each weight, and its gradients."""
+    name = f"column_linear_{next(_numbers)}"
 
-    @torch.library.custom_op(f"zero::{name}", mutates_args=())
-    def forward(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
+    def products(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
         return column_products(x, weights, biases, split)
 
-    @torch.library.custom_op(f"zero::{name}_gradients", mutates_args=())
-    def backward(grads: list[Tensor], x: Tensor, weights: list[Tensor], has_biases: bool) -> list[Tensor]:
+    def product_gradients(grads: list[Tensor], x: Tensor, weights: list[Tensor], has_biases: bool) -> list[Tensor]:
         grad_x, grad_weights, grad_biases = column_gradients(grads, x, weights, split, (True, True, has_biases))
         assert grad_x is not None
         return [grad_x, *grad_weights, *grad_biases]
+
+    forward = torch.library.custom_op(f"zero::{name}", products, mutates_args=())
+    backward = torch.library.custom_op(f"zero::{name}_gradients", product_gradients, mutates_args=())
 
     @forward.register_fake
     def _(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
@@ -82,19 +156,25 @@ def _column_linear(name: str, split: Split) -> ColumnLinear:
         return grad_x, of_params[: len(weights)], of_params[len(weights) :]
 
     forward.register_autograd(gradients, setup_context=save)
-    return forward
+    return forward, {
+        _kernel(name): _of_layer(products, split.tokens, _first_argument),
+        _kernel(f"{name}_gradients"): _of_layer(product_gradients, split.tokens, _first_result, num_whole=2),
+    }
 
 
-def _row_linear(name: str, split: Split) -> RowLinear:
+@cache
+def _row_linear(split: Split) -> tuple[RowLinear, Operations]:
     """Register (x, weight, bias or None) -> (tokens of x / parts, out), and its gradients."""
+    name = f"row_linear_{next(_numbers)}"
 
-    @torch.library.custom_op(f"zero::{name}", mutates_args=())
-    def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return row_product(x, weight, bias, split)
 
-    @torch.library.custom_op(f"zero::{name}_gradients", mutates_args=())
-    def backward(grad: Tensor, x: Tensor, weight: Tensor, has_bias: bool) -> list[Tensor]:
+    def product_gradients(grad: Tensor, x: Tensor, weight: Tensor, has_bias: bool) -> list[Tensor]:
         return row_gradients(grad, x, weight, split, has_bias)
+
+    forward = torch.library.custom_op(f"zero::{name}", product, mutates_args=())
+    backward = torch.library.custom_op(f"zero::{name}_gradients", product_gradients, mutates_args=())
 
     @forward.register_fake
     def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -114,13 +194,19 @@ def _row_linear(name: str, split: Split) -> RowLinear:
         return grad_x, grad_weight, *(of_bias or [None])
 
     forward.register_autograd(gradients, setup_context=save)
-    return forward
+    return forward, {
+        _kernel(name): _of_layer(product, split.tokens, _first_result, is_reduced=True),
+        _kernel(f"{name}_gradients"): _of_layer(product_gradients, split.tokens, _first_argument),
+    }
 
 
-def _dropout(name: str, tokens: TokenLayout) -> Callable[[Tensor, float], Tensor]:
+@cache
+def _dropout(tokens: TokenLayout) -> Callable[[Tensor, float], Tensor]:
     """Register dropout of tokens whose numbers are drawn from the random stream of their layout."""
 
-    @torch.library.custom_op(f"zero::{name}", mutates_args=(), tags=[torch.Tag.nondeterministic_seeded])
+    @torch.library.custom_op(
+        f"zero::token_dropout_{next(_numbers)}", mutates_args=(), tags=[torch.Tag.nondeterministic_seeded]
+    )
     def forward(x: Tensor, probability: float) -> tuple[Tensor, Tensor]:
         with tokens.random_stream():
             return torch.native_dropout(x, probability, True)  # the same bits as F.dropout, and the mask

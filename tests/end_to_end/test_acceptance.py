@@ -20,7 +20,8 @@ from lab.acceptance.figures import Figure
 from lab.acceptance.machine import Machine
 from lab.acceptance.parts import Part, parts
 from lab.acceptance.plan import Plan
-from tests.programs import run_program
+from lab.dryrun.__main__ import main as dry_run
+from tests.programs import run_program, start_forked, wait_for_end
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -37,9 +38,10 @@ def small_parts(plan: Plan) -> list[Part]:
 
 
 def run_on_ranks(command: list[str], log: Path, limit_seconds: float, environment: dict[str, str]) -> str:
-    """Run a command on the ranks of the tests, which need not import it, if it starts ranks."""
+    """Run a command, which starts ranks or is a dry run, on the tests' ranks or in a fork: these need not import it."""
     if "parallel.launch" not in command:
-        return run_child(command, log, limit_seconds, environment)
+        assert wait_for_end(start_forked(log, dry_run, command[2:])) == 0, log.read_text()
+        return ""
     log.write_text("")
     run_ranks(2, run_program, *command[command.index("--nproc-per-node=2") + 1 :], init_process_group=False)
     return ""

@@ -1,10 +1,8 @@
 """Mistakes that a user can correct: one line with setting, numbers and remedy, exit code 2, and no traceback."""
 
 import os
-import random
 import re
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +12,12 @@ import torch
 from data.errors import DataError
 from data.staging import IndexedWriter
 from gpt.settings.parser import parse_settings
+from lab.faults.damage import flip_bit
 from parallel.errors import ConfigError
 from parallel.world import World, start_world
 from pretrain_gpt import pretrain
-from tests.end_to_end.runs import options, run_on_rank
-from tests.programs import run_python
+from tests.end_to_end.runs import options, run_on_rank, said_by, started_ranks
+from tests.programs import run_program, run_python, wait_for_end
 from tests.ranks import run_ranks
 
 
@@ -77,66 +76,16 @@ def test_damaged_data_is_named(corpus, tmp_path, suffix, kept):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    ("name", "settings", "message"),
-    [
-        ("layout.json", {}, "{newest}/layout.json cannot be read.*--checkpoint.resume={before}"),
-        ("rank-00001.safetensors", {}, "{newest}/rank-00001.safetensors is damaged.*--checkpoint.resume={before}"),
-        ("", {"model__hidden_size": 16}, "another model: token_embedding.weight is .384, 32. there and .384, 16."),
-    ],
-)
-def test_a_checkpoint_that_cannot_be_loaded_is_named_and_nothing_is_touched(
-    checkpoints, tmp_path, name, settings, message
-):
-    run_dir = shutil.copytree(checkpoints.run_dir, tmp_path / "run")
-    newest, before = (run_dir / "checkpoints" / f"step-0000000{step}" for step in (6, 3))
-    if name == "layout.json":
-        (newest / name).unlink()
-    elif name:
-        flip_a_bit(newest / name)
-    before_the_attempt = contents(run_dir)
-    with pytest.raises(ConfigError, match=message.format(newest=newest, before=before)):
-        pretrain(parse_settings(options(checkpoints.corpus, run_dir, train__steps=9, **settings)), start_world())
-    assert contents(run_dir) == before_the_attempt
-
-
-@pytest.mark.full
-def test_damage_that_one_rank_finds_is_printed_once(checkpoints, tmp_path):
+def test_damage_that_one_rank_finds_is_printed_once_and_nothing_is_touched(corpus, tmp_path):
     run_dir = tmp_path / "run"
-    shutil.copytree(checkpoints.run_dir, run_dir)
+    arguments = options(corpus, run_dir, checkpoint__every=3)
+    run_ranks(2, run_on_rank, arguments, init_process_group=False)
     file = run_dir / "checkpoints" / "step-00000006" / "rank-00001.safetensors"
-    flip_a_bit(file)
+    flip_bit(file)
     before_the_attempt = contents(run_dir)
-    arguments = options(checkpoints.corpus, run_dir, train__steps=9)
-    assert_told_once(arguments, rf"{file} is damaged.*--checkpoint.resume=.*step-00000003")
+    said = said_by_ranks(tmp_path, [*arguments, "--train.steps=9"])
+    assert_told_once(said, rf"{file} is damaged.*--checkpoint.resume=.*step-00000003")
     assert contents(run_dir) == before_the_attempt
-
-
-@dataclass(frozen=True)
-class Checkpoints:
-    corpus: Path
-    run_dir: Path
-
-
-@pytest.fixture(scope="module")
-def checkpoints(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
-    """Return the checkpoints of two ranks after 3 and 6 steps."""
-    run_dir = tmp_path_factory.mktemp("checkpoints") / "run"
-    run_ranks(2, run_on_rank, options(corpus, run_dir, checkpoint__every=3), init_process_group=False)
-    return Checkpoints(corpus, run_dir)
-
-
-def flip_a_bit(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[random.Random(0).randrange(len(content))] ^= 1
-    file.write_bytes(content)
-
-
-@pytest.mark.full
-def test_a_mistake_that_all_ranks_see_is_printed_once(corpus, tmp_path):
-    arguments = options(corpus, tmp_path / "run", train__global_batch_size=6)
-    assert_told_once(arguments, r"train.global_batch_size=6 is not divisible by .* = 4; choose 8")
-    assert not (tmp_path / "run").exists()
 
 
 def test_the_error_of_one_rank_is_printed_and_the_other_rank_ends_without_one(tmp_path):
@@ -146,16 +95,32 @@ def test_the_error_of_one_rank_is_printed_and_the_other_rank_ends_without_one(tm
             writer.add(np.full(17, 5000 if number % 100 == 99 else 7, dtype=np.uint16), np.array([17]))
     settings = {"train__global_batch_size": 4, "train__eval_samples": 0, "train__steps": 50}
     arguments = options(tmp_path / "bad", tmp_path / "run", **settings)
-    assert_told_once(arguments, r"token id 5000 in sample \d+ .*bad.bin.* is outside model.vocab_size=300")
+    assert_told_once(
+        said_by_ranks(tmp_path, arguments), r"token id 5000 in sample \d+ .*bad.bin.* is outside model.vocab_size=300"
+    )
 
 
-def assert_told_once(arguments: list[str], message: str) -> None:
-    """Run the program on two ranks, and check what they and their launcher write to stderr until it has ended."""
+def said_by_ranks(folder: Path, arguments: list[str]) -> str:
+    """Start two ranks, which end with the code of a mistake; return what they print."""
+    with started_ranks(folder, run_program, "pretrain_gpt.py", *arguments) as ranks:
+        assert [wait_for_end(rank) for rank in ranks] == [2, 2]
+    return "".join(said_by(folder, rank).read_text() for rank in range(2))
+
+
+@pytest.mark.full
+def test_a_mistake_that_all_ranks_see_is_printed_once(corpus, tmp_path):
+    arguments = options(corpus, tmp_path / "run", train__global_batch_size=6)
     torchrun = "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"
-    errors = run_python(*torchrun, "pretrain_gpt.py", *arguments).stderr
-    told = re.findall(r"^error: .*", errors, re.MULTILINE)
-    assert len(told) == 1, errors
+    said = run_python(*torchrun, "pretrain_gpt.py", *arguments).stderr
+    assert_told_once(said, r"train.global_batch_size=6 is not divisible by .* = 4; choose 8")
+    assert re.search(r"exitcode\s*: 2", said)
+    assert not (tmp_path / "run").exists()
+
+
+def assert_told_once(said: str, message: str) -> None:
+    """Check what ranks have printed, and their launcher if there is one."""
+    told = re.findall(r"^error: .*", said, re.MULTILINE)
+    assert len(told) == 1, said
     assert re.search(message, told[0]), told[0]
-    assert re.search(r"exitcode\s*: 2", errors)
-    assert "RuntimeError" not in errors
-    assert "Error: " not in errors.replace("ChildFailedError: ", "")
+    assert "RuntimeError" not in said
+    assert "Error: " not in said.replace("ChildFailedError: ", "")

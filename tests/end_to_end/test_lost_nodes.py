@@ -4,24 +4,25 @@ from pathlib import Path
 
 import pytest
 
-from lab.faults.lost_nodes import lose_nodes, undisturbed_steps
-from lab.faults.runs import Steps, prepare_corpus
+from lab.acceptance.child import as_options
+from lab.faults.lost_nodes import SETTINGS, lose_nodes
+from lab.faults.runs import Steps, logged_steps
 from lab.faults.testbed import testbed_problem
+from tests.end_to_end.runs import run_on_rank
+from tests.ranks import run_ranks
 
 ROUNDS = {0: range(10), 1: range(30), 2: range(10)}  # by the number of nodes that are lost at once; 0: damaged files
 BY_DEFAULT = {(1, 0)}  # the first of two nodes
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def undisturbed(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Steps:
     if reason := testbed_problem():
         pytest.skip(reason)
-    return prepare_corpus(tmp_path_factory.mktemp("corpus"))
-
-
-@pytest.fixture(scope="module")
-def undisturbed(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Steps:
-    return undisturbed_steps(corpus, tmp_path_factory.mktemp("undisturbed"))
+    run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
+    arguments = as_options(SETTINGS | {"data.path": corpus, "run.dir": run_dir})
+    run_ranks(2, run_on_rank, arguments, init_process_group=False)
+    return logged_steps(run_dir)
 
 
 @pytest.mark.parametrize(

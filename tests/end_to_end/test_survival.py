@@ -1,5 +1,6 @@
 """Runs that are killed, stopped by a signal, hang, or find their disk full."""
 
+import functools
 import json
 import os
 import re
@@ -7,40 +8,36 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
-import torch.distributed as dist
 from torch import Tensor
 
+import pretrain_gpt
+from gpt import trainer
 from gpt.builder.loss_guard import LossGuard
+from gpt.monitor import watch
 from gpt.run_folder.files import read_steps
 from gpt.settings.parser import parse_settings
 from lab.faults.failing_run import Fault
-from lab.faults.runs import run_under
 from parallel.errors import ConfigError
 from parallel.world import start_world
 from pretrain_gpt import pretrain
-from tests.end_to_end.runs import PLAIN, TWO_RANKS, options, run
-from tests.programs import HANG_SECONDS, ROOT, files_of_at_most, run_python
-from tests.ranks import MASTER_ADDRESS, torchrun_environment
+from tests.end_to_end.runs import PLAIN, TWO_RANKS, options, run, said_by, started_ranks
+from tests.programs import (
+    HANG_SECONDS,
+    ROOT,
+    files_of_at_most,
+    run_program,
+    run_python,
+    wait_for_end,
+)
 
 LONG = {"train__steps": 10_000, "model__dropout": 0.1} | PLAIN
-# The program with a watchdog whose clock stands still until the file HANGS is in the folder of the run: on a slow
-# machine, too, nothing but what hangs exceeds the limit.
-PROGRAM = """
-import functools, pathlib, sys, time
-import pretrain_gpt
-from gpt import trainer
-from gpt.monitor import watch
-
-folder = next(word.partition("=")[2] for word in sys.argv if word.startswith("--run.dir="))
-hangs = pathlib.Path(folder) / "HANGS"
-watch.Watchdog = functools.partial(watch.Watchdog, clock=lambda: time.monotonic() if hangs.exists() else 0.0)
-"""
 
 
 def losses(records: list[dict]) -> list[tuple]:
@@ -58,9 +55,14 @@ def losses(records: list[dict]) -> list[tuple]:
 def test_a_run_that_is_killed_equals_an_undisturbed_one(corpus, tmp_path, num_steps, kills):
     settings = {"train__steps": num_steps, "checkpoint__every": 2, "model__dropout": 0.1, "zero__stage": 3} | PLAIN
     undisturbed = run(2, corpus, tmp_path / "undisturbed", **settings)
-    arguments = dict(option[2:].split("=", 1) for option in options(corpus, tmp_path / "killed", **settings))
-    del arguments["run.dir"]
-    assert run_under(arguments, tmp_path / "killed", kills) == losses(undisturbed)
+    arguments = options(corpus, tmp_path / "killed", **settings)
+    for attempt in range(len(kills) + 1):
+        faults = [word for fault in kills for word in ("--fault", str(fault))]
+        program = ("-m", "lab.faults.failing_run", *faults, "--", *arguments)
+        with started_ranks(tmp_path, run_program, *program, TORCHELASTIC_RESTART_COUNT=str(attempt)) as ranks:
+            codes = [wait_for_end(rank) for rank in ranks]
+        assert -signal.SIGKILL in codes if attempt < len(kills) else codes == [0, 0]
+    assert losses(read_steps(tmp_path / "killed")) == losses(undisturbed)
     last = json.loads((tmp_path / "killed" / "checkpoints" / f"step-{num_steps:08d}" / "layout.json").read_text())
     assert last["data"] == {
         "train.seed": 1234,
@@ -74,45 +76,20 @@ def test_a_run_that_is_killed_equals_an_undisturbed_one(corpus, tmp_path, num_st
     assert last["progress"]["step"] == num_steps
 
 
-@contextmanager
-def started_ranks(
-    num_ranks: int, arguments: list[str], program: Sequence[str] = ("pretrain_gpt.py",)
-) -> Iterator[list[subprocess.Popen]]:
-    """Start the ranks of the program as processes of their own, as torchrun does."""
-    store = dist.TCPStore(MASTER_ADDRESS, 0, is_master=True, wait_for_workers=False)
-    processes = [
-        subprocess.Popen(
-            [sys.executable, *program, *arguments],
-            cwd=ROOT,
-            env=os.environ | torchrun_environment(rank, num_ranks, store.port) | {"OMP_NUM_THREADS": "1"},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(num_ranks)
-    ]
-    try:
-        yield processes
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
-
-
-def wait_for_steps(run_dir: Path, number: int, processes: Sequence[subprocess.Popen]) -> None:
+def wait_for_steps(run_dir: Path, number: int, is_running: Callable[[], bool]) -> None:
     deadline = time.monotonic() + HANG_SECONDS
     while len(read_steps(run_dir)) < number:
-        assert any(process.poll() is None for process in processes), f"ended with fewer than {number} steps"
+        assert is_running(), f"ended with fewer than {number} steps"
         assert time.monotonic() < deadline, f"fewer than {number} steps in {HANG_SECONDS} s"
         time.sleep(0.05)
 
 
 def test_a_signal_to_one_rank_makes_all_save_the_same_step_and_end_with_code_0(corpus, tmp_path):
     run_dir = tmp_path / "run"
-    with started_ranks(2, options(corpus, run_dir, **LONG)) as ranks:
-        wait_for_steps(run_dir, 3, ranks)
-        ranks[1].send_signal(signal.SIGUSR1)
-        assert [rank.wait(HANG_SECONDS) for rank in ranks] == [0, 0]
+    with started_ranks(tmp_path, run_program, "pretrain_gpt.py", *options(corpus, run_dir, **LONG)) as ranks:
+        wait_for_steps(run_dir, 3, ranks[1].is_alive)
+        os.kill(ranks[1].pid, signal.SIGUSR1)
+        assert [wait_for_end(rank) for rank in ranks] == [0, 0]
     (saved,) = (run_dir / "checkpoints").glob("step-*")
     last = read_steps(run_dir)[-1]["step"]
     assert saved.name == f"step-{last:08d}"
@@ -133,7 +110,7 @@ def test_ctrl_c_at_a_launcher_saves_a_checkpoint_and_prints_no_traceback(corpus,
         text=True,
         start_new_session=True,
     ) as launcher:
-        wait_for_steps(run_dir, 3, [launcher])
+        wait_for_steps(run_dir, 3, lambda: launcher.poll() is None)
         os.killpg(launcher.pid, signal.SIGINT)  # as a terminal does
         printed, errors = launcher.communicate(timeout=HANG_SECONDS)
     assert launcher.returncode == 128 + signal.SIGINT
@@ -143,49 +120,69 @@ def test_ctrl_c_at_a_launcher_saves_a_checkpoint_and_prints_no_traceback(corpus,
     assert (run_dir / "checkpoints" / f"step-{last:08d}" / "layout.json").exists()
 
 
-@pytest.mark.full
 def test_a_rank_whose_peer_is_killed_ends_with_one_line_and_the_code_of_the_watchdog(corpus, tmp_path):
-    with started_ranks(2, options(corpus, tmp_path / "run", **LONG)) as ranks:
-        wait_for_steps(tmp_path / "run", 3, ranks)
+    run_dir = tmp_path / "run"
+    with started_ranks(tmp_path, run_program, "pretrain_gpt.py", *options(corpus, run_dir, **LONG)) as ranks:
+        wait_for_steps(run_dir, 3, ranks[0].is_alive)
         ranks[1].kill()
-        assert ranks[0].wait(HANG_SECONDS) == 3
-        errors = ranks[0].stderr.read()
-    assert re.findall("^error: .*", errors, re.MULTILINE) == [errors.splitlines()[-1]]
-    assert "error: another rank or its node was lost (Connection" in errors
+        assert wait_for_end(ranks[0]) == 3
+    said = said_by(tmp_path, 0).read_text()
+    assert re.findall("^error: .*", said, re.MULTILINE) == [said.splitlines()[-1]]
+    assert "error: another rank or its node was lost (Connection" in said
+
+
+def stop_clock_of_watchdog(run_dir: Path) -> Path:
+    """Let the watchdog's clock stand still until the returned file exists.
+
+    So on a slow machine, too, nothing but what hangs exceeds the limit.
+    """
+    hangs = run_dir / "HANGS"
+    watch.Watchdog = functools.partial(watch.Watchdog, clock=lambda: time.monotonic() if hangs.exists() else 0.0)
+    return hangs
+
+
+def run_until_told_to_hang(run_dir: str, *arguments: str) -> None:
+    stop_clock_of_watchdog(Path(run_dir))
+    run_program("pretrain_gpt.py", *arguments)
 
 
 def test_a_rank_that_hangs_is_named_with_its_last_collective_and_the_job_ends(corpus, tmp_path):
     run_dir = tmp_path / "run"
     arguments = options(corpus, run_dir, run__hang_seconds=2, **LONG)
-    with started_ranks(2, arguments, ["-c", f"{PROGRAM}pretrain_gpt.main()"]) as ranks:
-        wait_for_steps(run_dir, 5, ranks)
-        ranks[1].send_signal(signal.SIGSTOP)
+    with started_ranks(tmp_path, run_until_told_to_hang, str(run_dir), *arguments) as ranks:
+        wait_for_steps(run_dir, 5, ranks[0].is_alive)
+        os.kill(ranks[1].pid, signal.SIGSTOP)
         (run_dir / "HANGS").touch()
-        assert ranks[0].wait(HANG_SECONDS) == 3
-        told = ranks[0].stderr.read()
+        assert wait_for_end(ranks[0]) == 3
+    said = said_by(tmp_path, 0).read_text()
     next_one = r"\w+ of [\d,]+ bytes along the \w+ axis in \w+ at \w+/\w+\.py:\d+"
     found = (
         rf"error: rank 1 does not answer: \d+ of its \d+ collectives are complete, the \w+ one is {next_one}; the job"
     )
-    assert re.search(rf"{found} ends \(run.hang_seconds=2\)", told), told
+    assert re.search(rf"{found} ends \(run.hang_seconds=2\)", said), said
     (report,) = (run_dir / "hang").iterdir()
     assert report.name == "rank-0.json"
     assert json.loads(report.read_text())["collectives"][-1]["state"] == "reached"
 
 
-HANGING_PROGRAM = f"""{PROGRAM}
-import os
-train_step, steps = trainer.train_step, []
+def hang_in_the_fourth_step(run_dir: Path) -> None:
+    """Train as the command line says, until rank 1 sleeps in a step."""
+    hangs, train_step, steps = stop_clock_of_watchdog(run_dir), trainer.train_step, []
 
-def hang_in_the_fourth_step(*arguments):
-    steps.append(None)
-    if os.environ["RANK"] == "1" and len(steps) == 4:
-        hangs.touch()
-        time.sleep(1000)
-    return train_step(*arguments)
+    def step_or_hang(*args: Any) -> Any:
+        steps.append(None)
+        if os.environ["RANK"] == "1" and len(steps) == 4:
+            hangs.touch()
+            time.sleep(1000)
+        return train_step(*args)
 
-trainer.train_step = hang_in_the_fourth_step
-pretrain_gpt.main()
+    with mock.patch.object(trainer, "train_step", step_or_hang):
+        pretrain_gpt.main()
+
+
+HANGING_PROGRAM = """from pathlib import Path
+from tests.end_to_end.test_survival import hang_in_the_fourth_step
+hang_in_the_fourth_step(Path(__file__).parent / "run")
 """
 
 

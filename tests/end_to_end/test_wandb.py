@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import signal
 import struct
 import time
@@ -12,7 +13,7 @@ import pytest
 
 from gpt.run_folder.files import read_steps
 from tests.end_to_end.runs import PLAIN, options, run_on_rank
-from tests.programs import HANG_SECONDS, run_python
+from tests.programs import HANG_SECONDS, run_program, start_forked, wait_for_end
 from tests.ranks import run_ranks
 
 BLOCK_BYTES, FILE_HEADER_BYTES, RECORD_HEADER = 32768, 7, struct.Struct("<IHB")
@@ -58,6 +59,12 @@ def records_until_exit(folder: Path) -> list:
     return records
 
 
+def run_tracked(*words: str, **environment: str) -> int | None:
+    """Run a program in a process of its own: W&B reads the environment once, and leaves a service running."""
+    environment |= {"RANK": "0", "TORCHELASTIC_RESTART_COUNT": "0"}
+    return wait_for_end(start_forked(Path(os.devnull), run_program, *words, **environment))
+
+
 def test_a_run_that_is_killed_and_resumed_is_one_continuous_curve_with_texts_settings_and_checkpoints(corpus, tmp_path):
     """The run is killed after step 8, with a checkpoint of step 6; W&B loses what it has not written by then."""
     key, run_dir = "0123456789" * 4, tmp_path / "run"
@@ -65,11 +72,9 @@ def test_a_run_that_is_killed_and_resumed_is_one_continuous_curve_with_texts_set
     settings |= {"train__layer_grad_norms_every": 2, "train__sample_every": 4, "train__steps": 12}
     arguments = options(corpus, run_dir, **settings)
     kill = "-m", "lab.faults.failing_run", "--fault", "0:0:log:9", "--"
-    killed = run_python(*kill, *arguments, RANK="0", TORCHELASTIC_RESTART_COUNT="0", WANDB_API_KEY=key)
-    assert killed.returncode == -signal.SIGKILL
+    assert run_tracked(*kill, *arguments, WANDB_API_KEY=key) == -signal.SIGKILL
     assert len(read_steps(run_dir)) == 8
-    # In a process of its own, because W&B reads the environment once and leaves a service running.
-    assert run_python("pretrain_gpt.py", *arguments, WANDB_API_KEY=key).returncode == 0
+    assert run_tracked("pretrain_gpt.py", *arguments, WANDB_API_KEY=key) == 0
 
     logged = read_steps(run_dir)
     texts = {record["step"]: record.pop("samples") for record in logged if "samples" in record}
@@ -115,7 +120,7 @@ def test_the_norms_of_layers_make_up_the_norm_of_all(corpus, tmp_path):
 def test_a_run_whose_wandb_cannot_be_reached_trains_on_and_is_kept_for_later(corpus, tmp_path):
     environment = {"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_INIT_TIMEOUT": "1"}
     arguments = options(corpus, tmp_path / "run", wandb__mode="online", train__sample_tokens=0)
-    assert run_python("pretrain_gpt.py", *arguments, **environment).returncode == 0
+    assert run_tracked("pretrain_gpt.py", *arguments, **environment) == 0
     assert len(read_steps(tmp_path / "run")) == 6
     assert [row["step"] for row in history_of(records_until_exit(tmp_path / "run"))] == [1, 2, 3, 4, 5, 6]
 

@@ -21,10 +21,8 @@ def _class(module: str, name: str) -> Any:
     return made
 
 
-def write_deepspeed(
-    folder: Path, stage: int, num_ranks: int, module: nn.Module, optimizer: Any, extra: Any = None
-) -> None:
-    """Write the checkpoint of a run that has trained `module` by an Adam; `extra` goes among its objects."""
+def write_deepspeed(folder: Path, stage: int, num_ranks: int, module: nn.Module, optimizer: Any) -> None:
+    """Write the checkpoint of a run that has trained `module` by an Adam."""
     names = {param: name for name, param in module.named_parameters()}
     groups = [[param for param in group["params"] if param.requires_grad] for group in optimizer.param_groups]
     frozen = OrderedDict((name, p.detach()) for p, name in names.items() if not p.requires_grad)
@@ -35,6 +33,7 @@ def write_deepspeed(
         {k: v for k, v in g.items() if k != "params"} | {"params": [i]} for i, g in enumerate(optimizer.param_groups)
     ]
     counter = optimizer.state[groups[0][0]]["step"]
+    counter = int(counter) if stage == 2 else counter  # as DeepSpeed's own Adam counts
     (folder / "global_step3").mkdir(parents=True)
     (folder / "latest").write_text("global_step3")
     scaler = _class("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler")()
@@ -53,13 +52,16 @@ def write_deepspeed(
             if stage == 3
             else {"single_partition_of_fp32_groups": weights, "base_optimizer_state": inner}
         )
-        content = {"optimizer_state_dict": {**own, "loss_scaler": scaler, "extra": extra}}
+        content = {"optimizer_state_dict": {**own, "loss_scaler": scaler}}
         torch.save(content, folder / "global_step3" / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
         described = {
-            "module": {name: torch.empty(0) if stage == 3 else p.detach() for p, name in names.items()},
+            "module": {name: torch.empty(0) if stage == 3 else p.detach() for p, name in names.items()}
+            | dict(module.named_buffers()),
             "param_shapes": [OrderedDict((names[p], p.shape) for p in group) for group in groups],
             "frozen_param_shapes": OrderedDict((name, p.shape) for name, p in frozen.items()) or None,
-            "frozen_param_fragments": {name: _parts([p], 3, num_ranks)[rank] for name, p in frozen.items()},
+            "frozen_param_fragments": {
+                name: _parts([p], 3, num_ranks)[rank] if stage == 3 else p for name, p in frozen.items()
+            },
             "shared_params": {},
             "dp_world_size": num_ranks,
             "mp_world_size": 1,
@@ -68,6 +70,26 @@ def write_deepspeed(
         }
         name = f"zero_pp_rank_{rank}_mp_rank_00" if stage == 3 else "mp_rank_00"
         torch.save(described, folder / "global_step3" / f"{name}_model_states.pt")
+
+
+def write_universal(folder: Path, stage: int, module: nn.Module, optimizer: Any) -> None:
+    """Write what `ds_to_universal` makes of a checkpoint: in stage 3, tensors are flat, and counters are elsewhere."""
+    write_deepspeed(folder, stage, 1, module, optimizer)
+    (path,) = folder.glob("*/*optim_states.pt")
+    common = torch.load(path, weights_only=False)["optimizer_state_dict"]
+    inner = common["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]
+    path.unlink()
+    (path.parent / "zero").mkdir()
+    kept = common if stage == 3 else {"loss_scaler": common["loss_scaler"]}
+    torch.save({**kept, "param_groups": inner["param_groups"]}, path.parent / "zero/optimizer_state.pt")
+    for name, param in module.named_parameters():
+        for kind, value in {"fp32": param.detach(), **optimizer.state.get(param, {})}.items():
+            file = path.parent / "zero" / name / f"{kind}.pt"
+            file.parent.mkdir(exist_ok=True)
+            if stage < 3:
+                torch.save(value if kind == "step" else {"param": value, "cat_dim": 0}, file)
+            elif kind != "step" and param.requires_grad:
+                torch.save(value.flatten(), file)
 
 
 def _padding(tensors: list[Tensor], num_ranks: int) -> int:

@@ -103,13 +103,15 @@ class ChunkedTensor(Tensor):
                 f"{name} is {list(whole.shape)} in the state dict and {list(self.shape)} here; load the state of this "
                 "model and optimizer"
             )
-        given = dict(whole.chunks) if isinstance(whole, ChunkedTensor) else None
-        for chunk in self.chunks:
-            part = chunk.of(whole) if given is None else given.get(chunk.offsets)
-            if part is None or part.shape != chunk.values.shape:
+        if isinstance(whole, ChunkedTensor):
+            if whole.__create_chunk_list__() != self.__create_chunk_list__():
                 raise ConfigError(
                     f"{name} is cut for another layout in the state dict; load it by torch.distributed.checkpoint"
                 )
+            parts = [part for _, part in whole.chunks]
+        else:
+            parts = [chunk.of(whole) for chunk in self.chunks]
+        for chunk, part in zip(self.chunks, parts, strict=True):
             chunk.values.copy_(part)
 
     def __create_write_items__(self, fqn: str, _object: object) -> list[WriteItem]:

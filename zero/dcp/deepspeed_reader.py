@@ -5,10 +5,12 @@
 
     stages 1, 2    a group's parameters lie one after the other, and ranks have consecutive parts of them together
     stage 3        each rank has ceil(elements / ranks) elements of every parameter, the last ones padded
+    universal      a folder for each parameter in zero/, with a file of its fp32 weights and of each moment, whole: what
+                   DeepSpeed's `ds_to_universal` makes of the files of any run, also of one with model parallelism
 
 Each rank's part of a parameter becomes rectangles of it, which DCP loads at any layout. Files are mapped to memory, and
 only what a rank needs is read. They are unpickled as weights are, and objects of the classes in `IGNORED` do nothing.
-The format is that of DeepSpeed 0.19.
+The format is that of DeepSpeed 0.14 to 0.19.
 """
 
 import io
@@ -39,10 +41,12 @@ from zero.state.schema import shown
 
 GROWTH_TRACKER = "_growth_tracker"  # in the state of torch's GradScaler: steps since the loss scale has changed
 LATEST, MODEL_STATES, OPTIM_STATES = "latest", "*_model_states.pt", "*_optim_states.pt"
+UNIVERSAL, WHOLE, COMMON = "zero", "zero/*/*.pt", "zero/optimizer_state.pt"
 FLATS, FLATS_OF_STAGE_3 = "single_partition_of_fp32_groups", "fp32_flat_groups"
 COUNTERS = ("global_steps", "global_samples")
 WEIGHTS, MOMENTS, GROUPS = "model", "optim.state", "optim.param_groups"  # the beginnings of keys
 CLASSES = {
+    "checkpoint.universal_checkpoint": ("SubparamShape",),
     "runtime.fp16": ("loss_scaler.LossScaler", "loss_scaler.DynamicLossScaler"),
     "runtime.zero": ("config.ZeroStageEnum",),
     "utils.tensor_fragment": ("fragment_address",),
@@ -130,17 +134,45 @@ class DeepSpeedReader(StorageReader):
             if not (self._folder / name).is_dir():
                 raise ConfigError(f"{latest} names {shown(name)}, which is no folder beside it; it is damaged")
             self._folder /= name
-        models, ranks = (self._files(pattern) for pattern in (MODEL_STATES, OPTIM_STATES))
-        states, described = [rank["optimizer_state_dict"] for rank in ranks], models[0]
+        is_universal = (self._folder / UNIVERSAL).is_dir()  # whose other model-parallel ranks have nothing more
+        models = list(self._files(f"*mp_rank_00{MODEL_STATES}" if is_universal else MODEL_STATES).values())
+        self._aliases = models[0]["shared_params"]
+        common = self._add_universal(models[0]["param_shapes"]) if is_universal else self._add_flat(models)
+        self._add_untrained(models)
+        for number, group in enumerate(common["param_groups"]):
+            for name, value in group.items():
+                self._values[f"{GROUPS}.{number}.{name}"] = value
+        self._values |= {name: models[0][name] for name in COUNTERS if name in models[0]}
+        self._values |= _loss_scale(common.get("loss_scaler"))
+        self._metadata.state_dict_metadata |= {key: BytesStorageMetadata() for key in self._values}
+        self._check_sizes()
+
+    def _add_universal(self, groups: list[Mapping[str, torch.Size]]) -> dict[str, Any]:
+        """Add whole tensors; return what the optimizer has beside them. Those of stage 3 are flat, without counters."""
+        shapes = {name: shape for group in groups for name, shape in group.items()}
+        for path, content in self._files(WHOLE).items():
+            name, has_shape = path.parent.name, isinstance(content, dict)
+            value = torch.as_tensor(content["param"] if has_shape else content)
+            shape = value.shape if has_shape or not value.dim() else shapes[name]
+            key = f"{WEIGHTS}.{name}" if path.stem == "fp32" else f"{MOMENTS}.{name}.{path.stem}"
+            self._add(key, shape, range(shape.numel()), value.flatten())
+        (common,) = self._files(COMMON).values()
+        for number, state in common.get("optimizer_state_dict", {}).get("state", {}).items():
+            for name in groups[number] if "step" in state else ():
+                self._add(f"{MOMENTS}.{name}.step", torch.Size(), range(1), torch.as_tensor(state["step"]).flatten())
+        return common
+
+    def _add_flat(self, models: list[dict[str, Any]]) -> dict[str, Any]:
+        """Add the parts of all ranks; return what the optimizer has beside them."""
+        states, described = [rank["optimizer_state_dict"] for rank in self._files(OPTIM_STATES).values()], models[0]
         sizes = num_data, num_model = described["dp_world_size"], described["mp_world_size"]
         if sizes != (len(states), 1) or len(models) not in (1, len(states)):
             raise ConfigError(
                 f"{self._folder} has files of {len(states)} ranks, and was saved by {num_data} data-parallel x "
-                f"{num_model} model-parallel ones; copy the files of all ranks, of a run without model parallelism"
+                f"{num_model} model-parallel ones; copy the files of all ranks; if these are model-parallel, convert "
+                "them by ds_to_universal of DeepSpeed, and load its folder"
             )
-        self._aliases = described["shared_params"]
         shapes = {name: shape for group in described["param_shapes"] for name, shape in group.items()}
-        self._add_untrained(models, shapes)
         for rank, state in enumerate(states):
             if FLATS_OF_STAGE_3 in state:
                 flats, inner = state[FLATS_OF_STAGE_3], state["optimizer_state_dict"]
@@ -152,31 +184,27 @@ class DeepSpeedReader(StorageReader):
                 stop = start + len(elements)
                 self._add(f"{WEIGHTS}.{name}", shapes[name], elements, flats[number][start:stop])
                 for kind, value in inner["state"][number].items():
-                    key = f"{MOMENTS}.{name}.{kind}"
+                    key, value = f"{MOMENTS}.{name}.{kind}", torch.as_tensor(value)  # its own Adam counts in int
                     if value.dim():
                         self._add(key, shapes[name], elements, value[start:stop])
                     elif key not in self._metadata.state_dict_metadata:  # a counter, which all ranks have
                         self._add(key, torch.Size(), range(1), value.flatten())
-        for number, group in enumerate(inner["param_groups"]):
-            for name, value in group.items():
-                self._values[f"{GROUPS}.{number}.{name}"] = value
-        self._values |= {name: described[name] for name in COUNTERS if name in described}
-        self._values |= _loss_scale(states[0].get("loss_scaler"))
-        self._metadata.state_dict_metadata |= {key: BytesStorageMetadata() for key in self._values}
-        self._check_sizes()
+        return {**states[0], "param_groups": inner["param_groups"]}
 
-    def _add_untrained(self, models: list[dict[str, Any]], shapes: Mapping[str, torch.Size]) -> None:
+    def _add_untrained(self, models: list[dict[str, Any]]) -> None:
         """Add buffers and frozen parameters, of which each rank has a part in stage 3."""
-        divided = (models[0].get("frozen_param_shapes") or {}) if len(models) > 1 else {}
+        known = frozenset(self._metadata.state_dict_metadata)
         for rank, model in enumerate(models):
-            for name, shape in divided.items():
-                own = _share(shape.numel(), rank, len(models))
-                self._add(f"{WEIGHTS}.{name}", shape, own, model["frozen_param_fragments"][name][: len(own)])
+            for name, shape in (model.get("frozen_param_shapes") or {}).items():
+                if f"{WEIGHTS}.{name}" not in known:
+                    own = _share(shape.numel(), rank, len(models))
+                    values = model["frozen_param_fragments"][name].flatten()
+                    self._add(f"{WEIGHTS}.{name}", shape, own, values[: len(own)])
         for name, value in models[0]["module"].items():
-            if name not in {**shapes, **divided, **self._aliases}:
+            if f"{WEIGHTS}.{name}" not in self._metadata.state_dict_metadata:
                 self._add(f"{WEIGHTS}.{name}", value.shape, range(value.numel()), value.flatten())
 
-    def _files(self, pattern: str) -> list[dict[str, Any]]:
+    def _files(self, pattern: str) -> dict[Path, Any]:
         """Return the contents of the files of all ranks, in their order."""
         paths = sorted(self._folder.glob(pattern), key=_rank_of)
         if not paths:
@@ -185,7 +213,7 @@ class DeepSpeedReader(StorageReader):
             for path in paths:
                 if foreign := torch.serialization.get_unsafe_globals_in_checkpoint(path):
                     raise ConfigError(f"{path} names {foreign[0]}, which no such file has; choose another folder")
-            return [torch.load(path, map_location="cpu", weights_only=True, mmap=True) for path in paths]
+            return {path: torch.load(path, map_location="cpu", weights_only=True, mmap=True) for path in paths}
 
     def _add(self, key: str, shape: torch.Size, elements: range, values: Tensor) -> None:
         """Add consecutive elements of a tensor as rectangles, also under the other names of a tied parameter."""

@@ -143,7 +143,12 @@ def load_state(
                 for theirs, part in naming(name, value).items()
             },
         )
-        keys = {f"param_groups.{number}.{name}": (group, name) for number, group in enumerate(groups) for name in group}
+        keys = {
+            f"param_groups.{number}.{name}": (group, name)
+            for number, group in enumerate(groups)
+            for name in group
+            if name != "params"  # which DeepSpeed counts, and torch finds a group by
+        }
         if with_settings:
             settings = {f"{prefix}{end}": place for end, place in keys.items() for prefix in there.prefixes(end)}
         _load_loss_scale(there, optimizer.loss_scale)

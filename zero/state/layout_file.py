@@ -19,8 +19,8 @@ from zero.state.tensor_file import TensorFile
 LAYOUT = "layout.json"
 OTHER_WRITERS = {  # by a file that each of them writes
     ".metadata": "torch.distributed.checkpoint",
-    "*_optim_states.pt": "DeepSpeed",
-    "*/*_optim_states.pt": "DeepSpeed",
+    "*_model_states.pt": "DeepSpeed",
+    "*/*_model_states.pt": "DeepSpeed",
 }
 FORMAT = 4
 ORIGIN = "origin"  # the metadata of a rank's file that names its rank and its save

@@ -185,7 +185,7 @@ CASE_NAMES = ("stage 1", "stage 3", "groups", "tensor", "context")
 
 @pytest.mark.parametrize("case", CASES, ids=CASE_NAMES)
 def test_a_fault_is_named_with_its_rank(case):
-    counts = assert_named(*case, num_faults=6)
+    counts = assert_named(*case, num_faults=4)
     assert any(name.endswith(": named") for name in counts)
 
 

@@ -1,6 +1,7 @@
 """Host memory while a checkpoint is written and read: no more than what a rank owns, and a constant."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from gpt.checkpoint.folder import Kept
 from gpt.checkpoint.layout import Progress
 from gpt.checkpoint.saver import RunSaver
 from lab.bench.save_time import build_state, peak_growth, save, train_step
+from tests.oracle.deepspeed_files import write_deepspeed
 from tests.ranks import run_ranks
 from zero.dcp.state import DistributedState
 from zero.state.sealed_file import CHUNK_BYTES
@@ -32,6 +34,16 @@ def save_and_load(folder: Path) -> dict[str, int]:
     found["tensor"] = max(4 * param.numel() for param in other.model.module.parameters())
     dcp.save(DistributedState(state.model, state.optimizer).state_dict(), checkpoint_id=folder / "dcp")
     found["load of DCP"] = peak_growth(lambda: load(folder / "dcp", other))
+    module = state.model.unwrap().float()
+    if state.mesh.rank == 0:
+        zeros = {param: torch.zeros_like(param.detach()) for param in module.parameters()}
+        moments = {
+            param: {"step": torch.ones(()), "exp_avg": zero, "exp_avg_sq": zero} for param, zero in zeros.items()
+        }
+        optimizer = SimpleNamespace(param_groups=[{"params": list(zeros)}], state=moments)
+        write_deepspeed(folder / "deepspeed", 2, 2, module, optimizer)
+    state.mesh.barrier()
+    found["load of DeepSpeed"] = peak_growth(lambda: load(folder / "deepspeed", other))
     return found
 
 
@@ -43,3 +55,5 @@ def test_a_rank_needs_a_constant_buffer_beside_what_it_owns(tmp_path):
         assert found["save behind"] < found["owned"] + CONSTANT
         assert found["load"] < CONSTANT
         assert found["load of DCP"] < found["tensor"] + CONSTANT
+        # The files are mapped to memory, and have twice as much; the kernel maps pages around those that are read.
+        assert found["load of DeepSpeed"] < 1.5 * found["owned"]

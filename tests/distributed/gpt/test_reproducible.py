@@ -155,7 +155,7 @@ def hash_of(of_ranks: list[Trained]) -> str:
     return digest.hexdigest()
 
 
-def hash_after(num_ranks: int, *options: str, num_steps: int = 4) -> str:
+def hash_after(num_ranks: int, *options: str, num_steps: int = 3) -> str:
     return hash_of(run_ranks(num_ranks, train, options, num_steps))
 
 
@@ -199,12 +199,11 @@ def test_forty_steps_have_the_same_bits_on_any_number_of_ranks(model):
 @pytest.mark.parametrize("takes_all", [False, pytest.param(True, marks=pytest.mark.full)])
 @pytest.mark.parametrize("training", TRAININGS)
 def test_every_training_has_the_same_bits_in_each_layout(training, takes_all):
-    """The layouts take turns; each is compared with one rank, in two stages. In FP8 weights are gathered in FP8 too."""
+    """The layouts take turns; each is compared with one rank. In FP8 weights are gathered in FP8 too."""
     options, number = TRAININGS[training], [*TRAININGS].index(training)
     codes = (CODES,) if training.startswith("fp8") else ()
-    layouts = LAYOUTS if takes_all else LAYOUTS[number :: len(TRAININGS)]
+    layouts = [(1, (S3, "--zero.overlap=false")), *LAYOUTS] if takes_all else LAYOUTS[number :: len(TRAININGS)]
     first = hash_after(1, *options, S1)
-    assert hash_after(1, *options, S3, "--zero.overlap=false") == first
     for ranks, layout in layouts:
         assert hash_after(ranks, *options, *layout, *codes) == first, layout
 

@@ -18,9 +18,11 @@ from gpt.checkpoint.snapshots import Snapshots
 from gpt.settings.run import CheckpointSettings
 from lab.faults.damage import cut_off, flip_bit
 from tests.distributed.gpt.test_checkpoint_layouts import GLOBAL_BATCH, LayoutCase, build, train
+from tests.pairwise import noting
 from tests.ranks import run_ranks
 
 NUM_STEPS = 6
+RUN = Path("/run")  # of which only the name is used
 
 
 class Resumed(NamedTuple):
@@ -35,7 +37,7 @@ def snapshots_of(state: TrainState, folder: Path, num_nodes: int) -> Snapshots:
     """The snapshots of a rank: each of several consecutive ranks stands for one node, with a folder of its own."""
     number = dist.get_rank() * num_nodes // dist.get_world_size()
     config = CheckpointSettings(snapshot_every=2, snapshot_dir=str(folder / f"node{number}"))
-    return Snapshots(config, folder / "run", state, {}, lambda: None)
+    return Snapshots(config, RUN, state, {}, lambda: None)
 
 
 def saved(case: LayoutCase, folder: Path, num_nodes: int) -> list[float]:
@@ -50,9 +52,14 @@ def saved(case: LayoutCase, folder: Path, num_nodes: int) -> list[float]:
     return losses
 
 
-def resumed(case: LayoutCase, folder: Path, num_nodes: int, after: int = 0) -> Resumed:
-    state, warnings = build(case), []
-    own = snapshots_of(state, folder, num_nodes)
+def resumed(case: LayoutCase, folders: list[Path], num_nodes: int, after: int = 0) -> list[Resumed]:
+    """Go on from the snapshots in one folder after the other, for two steps each."""
+    state = build(case)
+    return [resumed_from(folder, state, num_nodes, after) for folder in folders]
+
+
+def resumed_from(folder: Path, state: TrainState, num_nodes: int, after: int) -> Resumed:
+    own, warnings = snapshots_of(state, folder, num_nodes), list[str]()
     handler = logging.Handler()
     handler.emit = lambda record: warnings.append(record.getMessage())
     snapshots.logger.addHandler(handler)
@@ -62,11 +69,11 @@ def resumed(case: LayoutCase, folder: Path, num_nodes: int, after: int = 0) -> R
         snapshots.logger.removeHandler(handler)
     step = found[0].step if found else 0
     own.delete_after(step)
-    return Resumed(step, train(state, step, NUM_STEPS - step) if found else [], warnings)
+    return Resumed(step, train(state, step, 2) if found else [], warnings)
 
 
 def folder_of(folder: Path, node: int) -> Path:
-    return CheckpointSettings(snapshot_dir=str(folder / f"node{node}")).snapshot_folder(folder / "run")
+    return CheckpointSettings(snapshot_dir=str(folder / f"node{node}")).snapshot_folder(RUN)
 
 
 def names(folder: Path, node: int) -> list[str]:
@@ -99,55 +106,56 @@ ON_NODE, AT_PEER, OLDER = f"1/4/{RANK2}", f"2/4/{RANK2}", (f"1/2/{RANK2}", f"2/2
 FOUR = LayoutCase(3, data=2, tensor=2)
 
 
-def run_with_loss(
-    folder: Path, case: LayoutCase, num_nodes: int, loss: Callable[[Path], None], later: tuple[LayoutCase, int]
-) -> tuple[list[float], list[Resumed]]:
-    undisturbed = run_ranks(case.num_ranks, saved, case, folder, num_nodes, timeout_seconds=40)[0]
-    loss(folder)
-    return undisturbed, run_ranks(later[0].num_ranks, resumed, later[0], folder, later[1], timeout_seconds=40)
+# what happens: (loss, step of the snapshot that is left or 0, a warning)
+LOSSES: dict[str, tuple[Callable[[Path], None], int, str]] = {
+    "nothing": (lose(), 4, ""),
+    "the first node": (lose(0), 4, ""),
+    "the last node": (lose(2), 4, ""),
+    "a bit": (damage(flip_bit, ON_NODE, f"0/4/{LAYOUT}"), 4, ""),
+    "the end of copies": (damage(cut_off, AT_PEER, f"2/4/{LAYOUT}"), 4, ""),
+    "files": (damage(Path.unlink, ON_NODE, f"0/4/{LAYOUT}"), 4, ""),
+    "a generation of a node": (damage(shutil.rmtree, "1/4"), 4, ""),
+    "bits of a file and its copy": (damage(flip_bit, ON_NODE, AT_PEER), 2, f"step 4 is not used: .*{RANK2} is damaged"),
+    "a file and its copy": (
+        both(damage(cut_off, ON_NODE), damage(Path.unlink, AT_PEER)),
+        2,
+        f"step 4 is not used: .*{RANK2}",
+    ),
+    "a generation": (damage(shutil.rmtree, "1/4", "2/4"), 2, "step 4 is not used: no node has the file of rank 2"),
+    "the layout": (damage(cut_off, *(f"{n}/4/{LAYOUT}" for n in range(3))), 2, "step 4 is not used: .*layout.json"),
+    "two generations": (
+        damage(flip_bit, ON_NODE, AT_PEER, *OLDER),
+        0,
+        f"step [24] is not used: .*{RANK2} is damaged",
+    ),
+    "two neighbors": (lose(0, 1), 0, "step [24] is not used: no node has the file of rank 0, 1"),
+    "all nodes": (lose(0, 1, 2), 0, ""),
+}
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
-    """The folder of a run that each test damages in its own way, and its losses."""
-    folder = tmp_path_factory.mktemp("snapshots")
-    losses = run_ranks(4, saved, DROPOUT, folder, 3, timeout_seconds=40)[0]
-    shutil.copytree(folder, folder.with_name("intact"))
-    return folder, losses
-
-
-@pytest.mark.parametrize(
-    ("loss", "step", "warning"),
-    [
-        (lose(), 4, ""),
-        (lose(0), 4, ""),
-        (lose(2), 4, ""),
-        (damage(flip_bit, ON_NODE, f"0/4/{LAYOUT}"), 4, ""),
-        (damage(cut_off, AT_PEER, f"2/4/{LAYOUT}"), 4, ""),
-        (damage(Path.unlink, ON_NODE, f"0/4/{LAYOUT}"), 4, ""),
-        (damage(shutil.rmtree, "1/4"), 4, ""),
-        (damage(flip_bit, ON_NODE, AT_PEER), 2, f"of step 4 is not used: .*{RANK2} is damaged"),
-        (both(damage(cut_off, ON_NODE), damage(Path.unlink, AT_PEER)), 2, f"of step 4 is not used: .*{RANK2}"),
-        (damage(shutil.rmtree, "1/4", "2/4"), 2, "of step 4 is not used: no node has the file of rank 2"),
-        (damage(cut_off, *(f"{node}/4/{LAYOUT}" for node in range(3))), 2, "of step 4 is not used: .*layout.json"),
-        (damage(flip_bit, ON_NODE, AT_PEER, *OLDER), 0, f"of step [24] is not used: .*{RANK2} is damaged"),
-        (lose(0, 1), 0, "of step [24] is not used: no node has the file of rank 0, 1"),
-        (lose(0, 1, 2), 0, ""),
-    ],
-)
-def test_a_run_goes_on_with_the_same_bits_after_a_loss(
-    undisturbed: tuple[Path, list[float]], loss: Callable[[Path], None], step: int, warning: str
-):
-    folder, losses = undisturbed
-    shutil.rmtree(folder)
-    shutil.copytree(folder.with_name("intact"), folder)
-    loss(folder)
-    found = run_ranks(4, resumed, DROPOUT, folder, 3, timeout_seconds=40)
-    assert [resumed.step for resumed in found] == [step] * 4
-    assert found[0].losses == (losses[step:] if step else [])
-    assert len(found[0].warnings) == (0 if not warning else 1 if step else 2)
-    for message in found[0].warnings:
-        assert re.search(warning, message)
+def test_a_run_goes_on_with_the_same_bits_after_any_loss(tmp_path: Path):
+    losses = run_ranks(4, saved, DROPOUT, tmp_path / "intact", 3, timeout_seconds=40)[0]
+    folders = [tmp_path / what for what in LOSSES]
+    for folder, (loss, *_) in zip(folders, LOSSES.values(), strict=True):
+        shutil.copytree(tmp_path / "intact", folder)
+        loss(folder)
+    of_ranks = run_ranks(4, resumed, DROPOUT, folders, 3)
+    for number, (what, (_, step, warning)) in enumerate(LOSSES.items()):
+        with noting(what):
+            found = [of_rank[number] for of_rank in of_ranks]
+            assert [resumed.step for resumed in found] == [step] * 4
+            assert found[0].losses == (losses[step : step + 2] if step else [])
+            assert len(found[0].warnings) == (0 if not warning else 1 if step else 2)
+            for message in found[0].warnings:
+                assert re.search(warning, message)
+    # Each node has its own files and those of the node before it, of two generations.
+    for node, ranks in enumerate([(0, 1, 3), (0, 1, 2), (2, 3)]):
+        files = [LAYOUT, *(f"rank-{rank:05d}.safetensors" for rank in ranks)]
+        assert [name for name in names(tmp_path / "nothing", node) if "latest" not in name] == [
+            f"step-{step:08d}/{name}" for step in (2, 4) for name in files
+        ]
+    (found,) = run_ranks(4, resumed, DROPOUT, [tmp_path / "nothing"], 3, after=4)[0]
+    assert found.step == 0  # the newest checkpoint is as new
 
 
 @pytest.mark.parametrize(
@@ -163,18 +171,8 @@ def test_a_run_goes_on_with_the_same_bits_after_a_loss(
 def test_any_layout_goes_on_from_the_parts_that_are_left(
     tmp_path: Path, case: LayoutCase, num_nodes: int, lost: tuple[int, ...], later: LayoutCase, later_nodes: int
 ):
-    undisturbed, found = run_with_loss(tmp_path, case, num_nodes, lose(*lost), (later, later_nodes))
-    assert [resumed.step for resumed in found] == [4] * later.num_ranks
-    assert found[0].losses == pytest.approx(undisturbed[4:], rel=1e-10)
-
-
-def test_a_node_has_its_files_and_its_partners_of_two_generations_and_a_resume_leaves_nothing(
-    tmp_path: Path,
-):
-    run_with_loss(tmp_path, FOUR, 2, lose(), (FOUR, 2))
-    whole = [LAYOUT, *(f"rank-{rank:05d}.safetensors" for rank in range(4))]
-    for node in range(2):
-        assert [name for name in names(tmp_path, node) if "latest" not in name] == [
-            f"step-{step:08d}/{name}" for step in (2, 4) for name in whole
-        ]
-    assert run_ranks(4, resumed, FOUR, tmp_path, 2, after=4)[0].step == 0  # the newest checkpoint is as new
+    undisturbed = run_ranks(case.num_ranks, saved, case, tmp_path, num_nodes, timeout_seconds=40)[0]
+    lose(*lost)(tmp_path)
+    found = run_ranks(later.num_ranks, resumed, later, [tmp_path], later_nodes, timeout_seconds=40)
+    assert [of_rank[0].step for of_rank in found] == [4] * later.num_ranks
+    assert found[0][0].losses == pytest.approx(undisturbed[4:], rel=1e-10)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
-from gpt.builder.train_state import build_model, parameter_groups
+from gpt.builder.train_state import build_model, parameter_groups, plan_blocks
 from gpt.model.transformer import GPT, Sequences, initialize
 from gpt.settings.optimizer import OptimizerSettings
 from gpt.shape.config import ModelConfig
@@ -29,7 +29,7 @@ from zero.optimizer import ZeroOptimizer
 from zero.partition.config import ZeroConfig
 from zero.step.loss_scale import LossScale
 
-NUM_STEPS, CLIP_NORM, TOLERANCE = 3, 0.5, 1e-10
+NUM_STEPS, CLIP_NORM, TOLERANCE = 2, 0.5, 1e-10
 ADAMW = OptimizerSettings(lr=1e-2, weight_decay=0.1)
 BATCH, SEQ = 2, 12
 
@@ -52,7 +52,9 @@ def layout_of(axis: Axis, is_split: bool, context: Axis = NO_CONTEXT) -> TokenLa
 
 def build(config: ModelConfig, tokens: TokenLayout, activations: ActivationsConfig | None = None) -> GPT:
     torch.set_default_dtype(torch.float64)
-    model = build_model(config, activations or ActivationsConfig(), tokens, torch.device("cpu"), torch.float64)
+    activations = activations or ActivationsConfig()
+    model = build_model(config, activations, tokens, torch.device("cpu"), torch.float64)
+    plan_blocks(model, activations, torch.device("cpu"))
     initialize(model, seed=3)
     for name, param in model.named_parameters():  # values that differ between parameters and agree between ranks
         if name not in split_dims(model) | shared_dims(model) and param.dim() == 1:
@@ -89,10 +91,15 @@ def train(
 
 
 def train_steps(
-    config: ModelConfig, mesh: Mesh, model: ZeroDataParallel, optimizer: ZeroOptimizer, num_micro_batches: int
+    config: ModelConfig,
+    mesh: Mesh,
+    model: ZeroDataParallel,
+    optimizer: ZeroOptimizer,
+    num_micro_batches: int,
+    num_steps: int = NUM_STEPS,
 ) -> Iterator[tuple[float, float]]:
     """Yield the loss and the norm of each step."""
-    for step in range(NUM_STEPS):
+    for step in range(num_steps):
         total = torch.zeros(())
 
         def backward(micro_batch: int, step: int = step, total: Tensor = total) -> None:
@@ -110,11 +117,11 @@ def train_steps(
 
 
 @cache
-def train_whole(config: ModelConfig, data_size: int, num_micro_batches: int = 1) -> Result:
+def train_whole(config: ModelConfig, data_size: int, num_micro_batches: int = 1, num_steps: int = NUM_STEPS) -> Result:
     model = build(config, ReplicatedTokens(Axis.trivial("tensor")))
     optimizer = torch.optim.AdamW(parameter_groups(model, ADAMW), lr=ADAMW.lr)
     losses, norms = [], []
-    for step in range(NUM_STEPS):
+    for step in range(num_steps):
         total = 0.0
         for micro_batch, rank in itertools.product(range(num_micro_batches), range(data_size)):
             loss = model(*batch(config, step, micro_batch, rank)) / (num_micro_batches * data_size)

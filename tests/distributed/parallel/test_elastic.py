@@ -3,18 +3,18 @@
 import os
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 
-from lab.acceptance.child import ROOT, descendants, kill_all
+from lab.acceptance.child import descendants, kill_all
+from parallel.launch import elastic
+from tests.programs import HANG_SECONDS, start_forked, wait_for_end
 
-LIMIT_SECONDS = 240.0
 # Notes its start in a folder, and ends when a file tells it: with the code that stands there, or 0 if it is asked to.
 RANK = """
 import os, pathlib, signal, sys, time
@@ -42,37 +42,33 @@ class Nodes:
         self.rank_words: list[str] = []
         self.agents = {number: self.start(number) for number in range(num_nodes)}
 
-    def start(self, number: int) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "parallel.launch.elastic", *self._options, "--node", self.names[number], "--"]
-        environment = os.environ | {"PYTHONPATH": str(ROOT)}
-        return subprocess.Popen(
-            [*command, "rank.py", str(self.folder), *self.rank_words],
-            cwd=self.folder,
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+    def start(self, number: int) -> BaseProcess:
+        own = [*self._options, "--node", self.names[number], "--"]
+        program = [str(self.folder / "rank.py"), str(self.folder), *self.rank_words]
+        return start_forked(self.folder / f"agent-{number}.txt", elastic.main, [*own, *program])
 
     def lose(self, number: int) -> None:
         """Kill the agent first, and then its ranks."""
         agent = self.agents[number]
         kill_all([agent.pid, *descendants(agent.pid)])
-        agent.wait()
+        agent.join()
 
     def sizes(self, start: int) -> list[str]:
         """Return the world size that each rank of a start has noted."""
         return [path.read_text().split()[0] for path in sorted(self.folder.glob(f"{start}-[0-9]"))]
 
     def wait_for(self, start: int, num_ranks: int) -> None:
-        deadline = time.monotonic() + LIMIT_SECONDS
+        deadline = time.monotonic() + HANG_SECONDS
         while self.sizes(start) != [str(num_ranks)] * num_ranks:
-            ended = [agent for agent in self.agents.values() if agent.poll() is not None and agent.returncode >= 0]
-            assert not ended, [agent.communicate()[1] for agent in ended]
+            ended = [
+                number for number, agent in self.agents.items() if agent.exitcode is not None and agent.exitcode >= 0
+            ]
+            assert not ended, [(self.folder / f"agent-{number}.txt").read_text() for number in ended]
             assert time.monotonic() < deadline
             time.sleep(0.02)
 
-    def codes(self) -> list[int]:
-        return [agent.wait(LIMIT_SECONDS) for agent in self.agents.values()]
+    def codes(self) -> list[int | None]:
+        return [wait_for_end(agent) for agent in self.agents.values()]
 
 
 def free_pairs_of_ports(number: int) -> list[int]:
@@ -103,10 +99,8 @@ def make_nodes() -> Iterator[Callable[..., Nodes]]:
         yield make
         for nodes in made:
             for agent in nodes.agents.values():
-                if agent.poll() is None:
+                if agent.is_alive():
                     kill_all([*descendants(agent.pid), agent.pid])
-                if agent.stderr and not agent.stderr.closed:
-                    agent.communicate()
 
 
 def test_the_loss_of_the_leader_costs_a_start_and_its_return_adds_it_again(make_nodes):
@@ -132,15 +126,14 @@ def test_an_error_of_the_user_ends_the_job_and_failures_restart_it_up_to_the_lim
 
 def test_nodes_that_differ_end_the_job_before_its_first_start(make_nodes):
     nodes = make_nodes(2, "--check=1")
-    kill_all([nodes.agents[1].pid])
-    nodes.agents[1].communicate()
+    nodes.agents[1].kill()
+    nodes.agents[1].join()
     nodes.rank_words = ["other"]
     nodes.agents[1] = nodes.start(1)
     assert nodes.codes() == [2, 2]
     assert nodes.sizes(1) == []
 
 
-@pytest.mark.full  # tests/unit/parallel/launch/test_membership.py has the decisions
 def test_ranks_that_fail_again_end_the_job_with_their_code(make_nodes):
     nodes = make_nodes(2, "--max_restarts=1")
     (nodes.folder / "end-rank-0").write_text("7")
@@ -148,7 +141,6 @@ def test_ranks_that_fail_again_end_the_job_with_their_code(make_nodes):
     assert nodes.sizes(3) == []
 
 
-@pytest.mark.full
 def test_a_node_that_fails_again_is_left_out(make_nodes):
     nodes = make_nodes(3, "--max_failures=1")
     nodes.wait_for(1, 3)
@@ -161,5 +153,5 @@ def test_a_node_that_fails_again_is_left_out(make_nodes):
 def test_a_signal_to_one_agent_lets_all_ranks_of_its_node_end(make_nodes):
     nodes = make_nodes(1)
     nodes.wait_for(1, 1)
-    nodes.agents[0].send_signal(signal.SIGTERM)
+    nodes.agents[0].terminate()
     assert nodes.codes() == [128 + signal.SIGTERM]

@@ -101,9 +101,9 @@ def relative_error(num_micro_batches: int, stage: int, types: dict[str, str]) ->
     "num_ranks", [pytest.param(1, marks=pytest.mark.full), 2, pytest.param(4, marks=pytest.mark.full)]
 )
 def test_the_error_of_many_micro_batches_is_small(num_ranks):
-    """Check it; in bf16 it would be 2.6e-2."""
+    """With sums in bf16 it would be 5.5e-3 or more."""
     for types, allowed in (({}, 3e-3), (FP32, 5e-4)):
-        cases = [(128, stage, types) for stage in range(4)]
+        cases = [(64, stage, types) for stage in range(4)]
         for case, errors in zip(cases, run_cases(num_ranks, relative_error, cases), strict=True):
             assert max(errors) < allowed, case
 

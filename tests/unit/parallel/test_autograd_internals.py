@@ -14,8 +14,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.fx.traceback import annotate
 
 from parallel import autograd_internals as internals
+from parallel.torch_internals import FunctionalTensor
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -28,11 +30,14 @@ def test_a_norm_has_the_dtype_of_its_sum(dtype):
 
 def test_a_joint_graph_has_the_kernels_that_autograd_runs():
     def function(x: Tensor, weight: Tensor) -> tuple[Tensor]:
-        return (nn.functional.silu(x @ weight),)
+        assert isinstance(x, FunctionalTensor)
+        with annotate({"part": 0}):  # a public function, whose annotations might not reach the graph
+            return (nn.functional.silu(x @ weight),)
 
     inputs = [torch.ones(2, 3), torch.ones(3, 4, requires_grad=True)]
     joint = internals.trace_joint_graph(function, inputs)
     nodes = list(joint.graph.nodes)
+    assert {node.meta["custom"]["part"] for node in nodes if "silu" in str(node.target)} == {0}
     kernels = [str(node.target) for node in nodes if node.op == "call_function"]
     backward = ["silu_backward", "t", "mm"]  # an export would decompose the first
     assert kernels == [f"aten.{name}.default" for name in ("mm", "silu", *backward)]

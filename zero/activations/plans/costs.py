@@ -17,7 +17,16 @@ from torch.utils.flop_counter import flop_registry
 from parallel.torch_internals import OpOverload
 from zero.activations.choice import Hardware
 from zero.activations.plans.cut import Cut
-from zero.activations.plans.joint import is_view, num_bytes, storage_of, storages, tensors_of, value_of
+from zero.activations.plans.joint import (
+    JointGraph,
+    is_view,
+    kernel_of,
+    num_bytes,
+    storage_of,
+    storages,
+    tensors_of,
+    value_of,
+)
 from zero.activations.stores import NUM_IN_TRANSIT, StoreName
 
 # What kernels allocate beside their results, by the first of these: as far as it is as large as they are.
@@ -59,10 +68,11 @@ class CostModel:
         joint = cut.joint
         held = [item.node for item in cut.held if not item.is_state]
         elsewhere = {node: placements[node] for node in held if placements[node] != "keep"}
-        parts = {node: math.ceil(num_bytes(node) / self.num_replicas) for node in elsewhere}
+        parts = {node: math.ceil(num_bytes(node) / self._num_parts(joint, node)) for node in elsewhere}
         on_device = sum(parts[node] for node, store in elsewhere.items() if store == "partition")
-        staged = sorted(parts[node] for node, store in elsewhere.items() if store == "partition_host")
-        in_transit = sum(staged[-NUM_IN_TRANSIT:])
+        staged = {node for node, store in elsewhere.items() if store == "partition_host"}
+        of_stores = staged & joint.varying, staged - joint.varying  # each of the two has its own buffers
+        in_transit = sum(sum(sorted(parts[node] for node in some)[-NUM_IN_TRANSIT:]) for some in of_stores)
         read = [joint.inputs[number] for number in cut.inputs_read], [joint.outputs[n] for n in cut.outputs_read]
         tangents, outputs = _bytes_of(joint.tangents), _bytes_of(joint.outputs)
         forward, end = peak_and_end(cut.forward, _bytes_of(joint.inputs), {})
@@ -87,7 +97,7 @@ class CostModel:
         rate = self.hardware.host_gb_per_second * 1e9
         waiting = self._waiting_seconds(cut, {node: size / rate for node, size in on_host.items()}) if on_host else 0.0
         waiting += 2 * sum(on_host.values()) / (self.hardware.memory_gb_per_second * 1e9)  # copied to a buffer first
-        sent = sum(part * (self.num_replicas - 1) for part in parts.values())
+        sent = sum(part * (self._num_parts(cut.joint, node) - 1) for node, part in parts.items())
         return again + waiting + sent / (self.hardware.tensor_gb_per_second * 1e9)
 
     def _waiting_seconds(self, cut: Cut, copies: Mapping[fx.Node, float]) -> float:
@@ -109,6 +119,10 @@ class CostModel:
                 now += self.kernel_seconds(node)
         return waiting
 
+    def _num_parts(self, joint: JointGraph, node: fx.Node) -> int:
+        """Return the number of ranks that hold a part each of what is kept elsewhere."""
+        return 1 if node in joint.varying else self.num_replicas
+
     def kernel_seconds(self, node: fx.Node) -> float:
         """Return the time of a kernel."""
         if node not in self._seconds_of:
@@ -122,18 +136,22 @@ class CostModel:
         num_moved += sum(tensor.nbytes for tensor in tensors_of(node))
         moving = num_moved / (self.hardware.memory_gb_per_second * 1e9)
         computing = flops(node) / (self.hardware.tflops * 1e12)
-        return max(moving, computing)
+        return max(moving, computing) + sent_bytes(node) / (self.hardware.tensor_gb_per_second * 1e9)
 
 
 def flops(node: fx.Node) -> float:
     """Return the floating-point operations of products and attention; 0 for other kernels."""
     args = [value_of(arg) for arg in node.all_input_nodes]
-    if not isinstance(node.target, OpOverload):
+    if "on_axis" in node.meta:  # of forward: x and weights, or what is only sent
+        num_tokens = max(tensor.shape[0] for tensor in (args[0], *tensors_of(node)))
+        return 2.0 * num_tokens * sum(weight.numel() for weight in args[1:] if weight.dim() == 2)
+    kernel = kernel_of(node)
+    if not isinstance(kernel, OpOverload):
         return 0.0
-    if "scaled_dot_product" in node.target.name():  # causal: half of the scores
+    if "scaled_dot_product" in kernel.name():  # causal: half of the scores
         query, key = args[:2]
         return 2.0 * query.numel() * key.shape[-2]
-    count = flop_registry.get(node.target.overloadpacket)
+    count = flop_registry.get(kernel.overloadpacket)
     if count is None:
         return 0.0
     return count(*fx.map_arg(node.args, value_of), out_val=value_of(node))
@@ -141,9 +159,21 @@ def flops(node: fx.Node) -> float:
 
 def workspace_bytes(node: fx.Node) -> int:
     """Return the bytes that a kernel allocates and frees itself."""
-    target = node.meta.get("source", node.target)  # the source is a random kernel that is run again
+    target, on_axis = kernel_of(node), node.meta.get("on_axis")
+    if on_axis is not None:
+        return on_axis.workspace_bytes(*_arguments_and_results(node))
     workspace = WORKSPACES.get(target.name()) if isinstance(target, OpOverload) else None
     return workspace(next(tensors_of(node))) if workspace else 0
+
+
+def sent_bytes(node: fx.Node) -> float:
+    """Return the bytes that a kernel of forward sends along the tensor axis."""
+    on_axis = node.meta.get("on_axis")
+    return on_axis.sent_bytes(*_arguments_and_results(node)) if on_axis else 0.0
+
+
+def _arguments_and_results(node: fx.Node) -> tuple[list[Tensor], list[Tensor]]:
+    return [value_of(arg) for arg in node.all_input_nodes], list(tensors_of(node))
 
 
 def _bytes_of(nodes: Collection[fx.Node]) -> dict[int, int]:

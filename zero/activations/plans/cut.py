@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from zero.activations.plans.joint import JointGraph, ancestors, is_backward, is_random, tensors_of
+from zero.activations.plans.joint import JointGraph, ancestors, is_backward, is_random, kernel_of, tensors_of
 
 Nodes = frozenset[fx.Node]
 
@@ -129,9 +129,9 @@ class _Backward:
                 state = self._take(Held(node, is_state=True))
                 args, kwargs = fx.map_arg((node.args, node.kwargs), self._copies.__getitem__)
                 operation: Any = node.target
-                device = next(tensors_of(node)).device
-                again = self._graph.call_function(replay, (state, device, operation, *args), kwargs)
-                again.meta = node.meta | {"source": node.target}
+                replay = replay_of(operation, next(tensors_of(node)).device)
+                again = self._graph.call_function(replay, (state, *args), kwargs)
+                again.meta = node.meta | {"source": kernel_of(node)}
                 return again
         return self._graph.node_copy(node, self._copies.__getitem__)
 
@@ -147,14 +147,18 @@ def random_state(device: torch.device) -> Tensor:
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
-def replay(state: Tensor, device: torch.device, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return what a random operation returned at a state of its device's generator, which is left as it is."""
-    before = random_state(device)
-    _set_random_state(device, state)
-    try:
-        return operation(*args, **kwargs)
-    finally:
-        _set_random_state(device, before)
+def replay_of(operation: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """Return a function that returns what a random operation returned at a state of its device's generator."""
+
+    def replay(state: Tensor, *args: Any, **kwargs: Any) -> Any:
+        before = random_state(device)
+        _set_random_state(device, state)
+        try:
+            return operation(*args, **kwargs)
+        finally:
+            _set_random_state(device, before)
+
+    return replay
 
 
 def _set_random_state(device: torch.device, state: Tensor) -> None:

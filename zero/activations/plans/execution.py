@@ -19,9 +19,11 @@ from torch.autograd.function import once_differentiable
 from parallel.autograd_internals import keeps_graph, trace_joint_graph
 from parallel.errors import ConfigError
 from parallel.mesh import Work
+from parallel.tensor.split_parameters import shared_dims, split_dims
+from parallel.tensor.traced_layers import make_traceable
 from parallel.torch_internals import tree_flatten, tree_unflatten
 from zero.activations.plans.cut import Cut
-from zero.activations.plans.joint import JointGraph, value_of
+from zero.activations.plans.joint import JointGraph, resolve, value_of
 from zero.activations.stores import ActivationStore, Slot
 from zero.memory.streams import SideStream
 
@@ -129,6 +131,9 @@ class Traces:
         self._module = copy.deepcopy(module, memo)
         self._programs = programs
         self.names = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
+        self._operations = make_traceable(self._module)
+        divided = {*split_dims(module), *shared_dims(module)} if self._operations else set()
+        self._varying = frozenset(number for number, name in enumerate(self.names) if name in divided)
         self.known: dict[Any, Known] = {}
 
     def add(self, key: Any, inputs: list[Tensor], leaves: list[Any], spec: Any, training: Sequence[bool]) -> None:
@@ -154,12 +159,14 @@ class Traces:
 
         name = type(self._module).__name__
         try:
-            joint = JointGraph(trace_joint_graph(function, inputs), len(inputs))
+            root = trace_joint_graph(function, inputs)
         except Exception as error:
             reason = (str(error).strip() or repr(error)).splitlines()[0]
             raise ConfigError(
                 f"ActivationsConfig.store=planned: torch cannot trace {name}: {reason}; choose another store"
             ) from error
+        resolve(root, self._operations)
+        joint = JointGraph(root, len(inputs), self._varying)
         output_spec, num_outputs = output_specs[-1]
         if not len(joint.outputs) == len(joint.tangents) == num_outputs:
             raise ConfigError(

@@ -7,11 +7,12 @@
 AOTAutograd traces the joint graph on fake tensors with the kernels that eager mode runs. `cut.py` divides it into two
 graphs by a plan, `execution.py` runs these inside an autograd function, and no kernel is decided upon while they run:
 what is computed again is the same kernel on the same values, random ones with the generator's state of the first time.
-Custom operations, such as those for the layers of the tensor axis, are nodes like all others.
+A layer of the tensor axis is one node, with its collectives: what it returns is kept, or computed and sent again. That
+differs between tensor ranks, or it has been summed over them and is equal on all of them.
 """
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -19,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from parallel.tensor.random_streams import RANK_OF_STREAM, random_stream_of
+from parallel.tensor.traced_layers import Operations
 from parallel.torch_internals import OpOverload, storage_id, tree_leaves
 
 SMALL = 16  # candidates whose bytes are less than 1 / SMALL of the largest one are kept or computed again together
@@ -26,10 +29,14 @@ SMALL = 16  # candidates whose bytes are less than 1 / SMALL of the largest one 
 
 @dataclass(frozen=True, eq=False)
 class JointGraph:
-    """A joint graph; its first inputs are those of the module, the others are gradients of the outputs."""
+    """A joint graph; its first inputs are those of the module, the others are gradients of the outputs.
+
+    `varying_inputs` are the numbers of the inputs that differ between tensor ranks.
+    """
 
     root: fx.GraphModule
     num_inputs: int
+    varying_inputs: frozenset[int] = frozenset()
 
     @cached_property
     def nodes(self) -> list[fx.Node]:
@@ -83,6 +90,16 @@ class JointGraph:
         return ancestors(self.outputs)
 
     @cached_property
+    def varying(self) -> set[fx.Node]:
+        """The nodes whose results differ between tensor ranks, which therefore cannot be divided over these."""
+        found = {self.inputs[number] for number in self.varying_inputs}
+        for node in self.nodes:
+            is_reduced = "on_axis" in node.meta and node.meta["on_axis"].is_reduced
+            if not is_reduced and (rank_of_stream(node) is not None or not found.isdisjoint(node.all_input_nodes)):
+                found.add(node)
+        return found
+
+    @cached_property
     def backward_nodes(self) -> list[fx.Node]:
         """The backward nodes that gradients depend on, in the order in which autograd runs them."""
         needed = ancestors([node for node in self.gradients if node is not None])
@@ -133,9 +150,41 @@ def is_backward(node: fx.Node) -> bool:
     return node.meta.get("partitioner_tag") == "is_backward"
 
 
+def kernel_of(node: fx.Node) -> Any:
+    """Return the operation that torch has traced, which the target of the node stands for."""
+    return node.meta.get("source", node.target)
+
+
 def is_random(node: fx.Node) -> bool:
     """Return whether a node draws random numbers."""
-    return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+    kernel = kernel_of(node)
+    return isinstance(kernel, OpOverload) and torch.Tag.nondeterministic_seeded in kernel.tags
+
+
+def rank_of_stream(node: fx.Node) -> int | None:
+    """Return the tensor rank from whose own random stream a node draws; None: it draws what all ranks do."""
+    return node.meta.get("custom", {}).get(RANK_OF_STREAM) if is_random(node) else None
+
+
+def resolve(root: fx.GraphModule, operations: Operations) -> None:
+    """Let a graph run the layers of the tensor axis without torch's dispatcher, and draw from a rank's own stream."""
+    for node in root.graph.nodes:
+        rank, kernel = rank_of_stream(node), node.target
+        if kernel in operations:
+            node.meta |= {"source": kernel, "on_axis": operations[kernel]}
+            node.target = operations[kernel].run
+        elif rank is not None:
+            node.meta["source"] = kernel
+            node.target = _in_stream_of(rank, kernel)
+    root.recompile()
+
+
+def _in_stream_of(rank: int, operation: Callable[..., Any]) -> Callable[..., Any]:
+    def draw(*args: Any, **kwargs: Any) -> Any:
+        with random_stream_of(rank):
+            return operation(*args, **kwargs)
+
+    return draw
 
 
 def is_view(node: fx.Node) -> bool:

@@ -12,10 +12,11 @@ from parallel.errors import ConfigError
 from parallel.mesh import Axis
 from zero.activations.choice import Hardware
 from zero.activations.plans.costs import CostModel
+from zero.activations.plans.cut import Held
 from zero.activations.plans.execution import PlannedForward, Program, Traces
 from zero.activations.plans.joint import JointGraph
 from zero.activations.plans.planner import BlockPlan, Plan, Planner
-from zero.activations.stores import STORES, StoreContext, StoreName
+from zero.activations.stores import STORES, ActivationStore, StoreContext, StoreName
 from zero.memory.streams import SideStream
 
 logger = logging.getLogger(__name__)
@@ -59,8 +60,7 @@ class PlannedBlocks:
         self.plan: Plan | None = None
         self._planners: list[tuple[Planner, list[Program]]] = []
         self._stream = SideStream(context.device)
-        memory = StoreContext(context.replicas, context.device, self._stream, defragments=False)
-        self._stores = {name: None if name == "keep" else make(memory) for name, make in STORES.items()}
+        self._of_replicas, self._of_rank = map(self._stores, (context.replicas, context.replicas.without_peers()))
         traces = Traces(blocks[0], self._programs)
         for number, block in enumerate(blocks):
             block.forward = forward = PlannedForward(block, number, traces)
@@ -86,9 +86,19 @@ class PlannedBlocks:
         programs = {kind: self._program(kind) for kind in (plan.first, plan.second)}
         return [programs[plan.of_block(number)] for number in range(self._num_blocks)]
 
+    def _stores(self, replicas: Axis) -> dict[StoreName, ActivationStore | None]:
+        """Return the stores of what all these ranks hold."""
+        memory = StoreContext(replicas, self._context.device, self._stream, defragments=False)
+        return {name: None if name == "keep" else make(memory) for name, make in STORES.items()}
+
     def _program(self, plan: BlockPlan) -> Program:
-        stores = [None if held.is_state else self._stores[plan.placements[held.node]] for held in plan.cut.held]
-        return Program(plan.cut, stores, self._stream)
+        varying = plan.cut.joint.varying
+
+        def store_of(held: Held) -> ActivationStore | None:
+            stores = self._of_rank if held.node in varying else self._of_replicas
+            return None if held.is_state else stores[plan.placements[held.node]]
+
+        return Program(plan.cut, [store_of(held) for held in plan.cut.held], self._stream)
 
 
 def planned(

@@ -136,10 +136,13 @@ class Planner:
         return [*of_input, *((*self._possible(nodes), None) for nodes in self._joint.choices)]
 
     def _possible(self, nodes: tuple[fx.Node, ...]) -> tuple[StoreName, ...]:
-        """Return where tensors may be kept: a store takes what fills its memory, and nothing small."""
-        (first, *others) = nodes
-        is_dense = num_bytes(first) == value_of(first).nbytes
-        return self._stores if is_dense and not others else ("keep",)
+        """Return where tensors may be kept: a store takes nothing small or with gaps, and divides what is equal."""
+        first, *others = nodes
+        if others or num_bytes(first) != value_of(first).nbytes:
+            return ("keep",)
+        if first not in self._joint.varying:
+            return self._stores
+        return tuple(store for store in self._stores if store != "partition") or ("keep",)
 
     @cached_property
     def _best(self) -> list[BlockPlan]:

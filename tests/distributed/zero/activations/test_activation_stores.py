@@ -4,12 +4,14 @@ import itertools
 import math
 import re
 from collections import Counter
+from functools import cache
 
 import pytest
 import torch
 from torch import Tensor
 
 from gpt.generate import generate
+from gpt.model.transformer import Sequences
 from gpt.shape.config import ModelConfig
 from gpt.train_step import evaluate, train_step
 from lab.observe.memory_tracker import MemoryTracker
@@ -19,19 +21,24 @@ from parallel.memory_kinds import TensorKind, allocate_buffer
 from parallel.mesh import Axis, Mesh
 from parallel.tensor.token_layout import ReplicatedTokens, SplitTokens
 from tests.distributed.gpt.test_tensor_parallel import (
+    BATCH,
     SEQ,
+    Result,
     assert_equals_whole,
     assert_same_bits,
     batch,
     build,
     config_of,
+    layout_of,
     traffic_of_a_step,
     train,
     train_whole,
 )
 from tests.pairwise import noting, pairwise, product_of
-from tests.ranks import run_cases
+from tests.ranks import run_cases, run_ranks
+from zero.activations import planned
 from zero.activations.checkpointed_blocks import ActivationsConfig
+from zero.activations.choice import Hardware
 from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
 from zero.partition.config import ZeroConfig
@@ -45,6 +52,9 @@ FACTORS = {
     "num_micro_batches": [1, 2],
     "is_split": [False],
 }
+
+
+PLANNED = config_of(97, num_layers=3, dropout=0.2)
 
 
 def is_possible(combination: dict) -> bool:
@@ -100,23 +110,67 @@ def test_dropout_is_replayed_to_the_bit():
         assert_same_bits(recomputed, plain)
 
 
-def tight_plan(config: ModelConfig) -> ActivationsConfig:
+@cache
+def tight_plan(tensor_size: int, is_split: bool, context_size: int) -> ActivationsConfig:
     """Return settings with little more than the least budget."""
-    model = build(config, ReplicatedTokens(Axis.trivial("tensor")), ActivationsConfig("planned", budget_gb=1e-9))
+    mesh = Mesh.create(tensor_size, context_size=context_size)
+    config, tokens = PLANNED, layout_of(mesh.tensor, is_split, mesh.context)
+    model = build(config, tokens, ActivationsConfig("planned", budget_gb=1e-9))
     with pytest.raises(ConfigError, match="least possible, ") as refusal:
         model(*batch(config, 0, 0, 0))
     (least,) = re.findall(r"least possible, ([0-9.e-]+)", str(refusal.value))
     return ActivationsConfig("planned", budget_gb=1.02 * float(least))
 
 
-def test_plans_keep_the_bits_in_all_stages():
-    config = config_of(97, num_layers=3, dropout=0.2)
-    tight, cases = tight_plan(config), list[tuple]()
-    for stage in FACTORS["stage"]:
-        cases += [(config, 1, False, ZeroConfig(stage, 2000), 2, how) for how in (ActivationsConfig(), tight)]
-    results = run_cases(2, train, cases)
-    for plain, by_plan in zip(results[::2], results[1::2], strict=True):
-        assert_same_bits(by_plan, plain)
+def train_by_plan(tensor_size: int, is_split: bool, stage: int, context_size: int = 1) -> tuple[Result, Result]:
+    """Train without a plan and by a tight one."""
+    tight = tight_plan(tensor_size, is_split, context_size)
+    plain, by_plan = (
+        train(PLANNED, tensor_size, is_split, ZeroConfig(stage, 2000), 2, how, context_size)
+        for how in (ActivationsConfig(), tight)
+    )
+    return plain, by_plan
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "cases"),
+    [
+        (2, [(1, False, 1), (1, False, 3)]),
+        pytest.param(2, [(1, False, 0), (1, False, 2)], marks=pytest.mark.full),
+        (4, [(2, False, 1), (2, True, 3, 2)]),
+    ],
+)
+def test_plans_keep_the_bits_in_all_stages(num_ranks: int, cases: list[tuple]):
+    for of_ranks in run_cases(num_ranks, train_by_plan, cases):
+        for plain, by_plan in of_ranks:
+            assert_same_bits([by_plan], [plain])
+
+
+def gathers_of_a_plan() -> tuple[int, int, bool]:
+    """Return the numbers of gathers and of tensors that a plan divides, and whether it keeps the bits."""
+    mesh, config = Mesh.create(2), config_of(97)
+    plain, by_plan = (build(config, ReplicatedTokens(mesh.tensor)) for _ in range(2))
+    sample = torch.zeros(BATCH * SEQ, config.hidden_size, requires_grad=True), Sequences(BATCH)
+    free = Hardware(tensor_gb_per_second=1e9)
+    blocks = list(by_plan.blocks)
+    plans = planned(blocks, sample, budget_gb=1, hardware=free, replicas=mesh.tensor, stores=("partition",))
+    num_gathers = []
+    for model in (plain, by_plan):
+        with mesh.log.keeping_events(lambda: 0) as events:
+            model(*batch(config, 0, 0, 0)).backward()
+        num_gathers.append(sum(event.op == "all_gather" for event in events))
+    assert plans.plan is not None
+    divided = [node for node, store in plans.plan.first.placements.items() if store == "partition"]
+    is_equal = all(
+        one.grad.equal(other.grad) for one, other in zip(plain.parameters(), by_plan.parameters(), strict=True)
+    )
+    return num_gathers[1] - num_gathers[0], len(divided) * len(blocks), is_equal
+
+
+def test_a_plan_divides_what_all_tensor_ranks_hold():
+    for num_gathers, num_divided, is_equal in run_ranks(2, gathers_of_a_plan):
+        assert num_gathers == num_divided > 0
+        assert is_equal
 
 
 @pytest.mark.parametrize(
@@ -146,7 +200,10 @@ def micro_batches() -> list[Tensor]:
     return [torch.randint(97, (2, SEQ + 1), generator=generator) for _ in range(2)]
 
 
-def allocations_of_five_steps(stage: int, store: str) -> tuple[Counter, Counter, int]:
+NUM_MORE = 3  # steps, with an evaluation and a generated text after the first
+
+
+def allocations_of_steps(stage: int, store: str) -> tuple[Counter, Counter, int]:
     """Return the allocations after the first step by kind, on device and host, and the number of gradients."""
     mesh = Mesh.create(tensor_size=2, allocate=allocate_buffer)
     gpt = build(config_of(97, num_layers=3), ReplicatedTokens(mesh.tensor), ActivationsConfig(store))
@@ -156,21 +213,21 @@ def allocations_of_five_steps(stage: int, store: str) -> tuple[Counter, Counter,
         train_step(model, optimizer, micro_batches(), mesh)
         tracker.restart()
         resident = tracker.device.resident.copy()
-        for step in range(5):
+        for step in range(NUM_MORE):
             train_step(model, optimizer, micro_batches(), mesh)
-            if step == 2:
+            if step == 0:
                 evaluate(model, micro_batches(), mesh)
                 generate(model, torch.zeros(1, 3, dtype=torch.int64), 2, SEQ)
         for kind in (TensorKind.CHECKPOINTS, TensorKind.GRADIENTS):
             assert tracker.device.resident[kind] == resident[kind]
-    num_grads = 5 * 2 * len(list(model.module.parameters()))
+    num_grads = NUM_MORE * 2 * len(list(model.module.parameters()))
     return +tracker.device.num_allocations, +tracker.host.num_allocations, num_grads
 
 
 def test_after_the_first_step_neither_checkpoints_nor_gradients_are_allocated():
     """Autograd's own gradients are the exception: each is copied once into its bucket and freed."""
     cases = [(0, "keep"), (2, "partition"), (3, "partition_host")]
-    for on_device, on_host, num_grads in itertools.chain(*run_cases(2, allocations_of_five_steps, cases)):
+    for on_device, on_host, num_grads in itertools.chain(*run_cases(2, allocations_of_steps, cases)):
         assert on_host == {}
         assert on_device[TensorKind.CHECKPOINTS] == on_device[TensorKind.BUFFERS] == 0
         assert on_device[TensorKind.GRADIENTS] == num_grads

@@ -13,6 +13,8 @@ from gpt.settings.settings import Settings
 from parallel.errors import ConfigError
 
 BASE = "{data: {path: nowhere}, model: {num_layers: 2, hidden_size: 32, num_heads: 4, seq_length: 16, vocab_size: 300}}"
+PLANNED, FP8 = "--activations.store=planned", "--train.matmul=fp8"
+NOT_PLANNED = "activations.store=planned does not work with"
 FILE = "{optimizer: {lr: 0.5, eps: 0.25, clip_norm: 7.0}}"
 
 
@@ -105,6 +107,9 @@ def test_a_mistake_in_an_option_is_explained(arguments: list[str], message: str)
         (["--optimizer.implementation=apex", "--optimizer.cautious_decay=true"], "optimizer.implementation=apex has"),
         (["--optimizer.name=sgd", "--optimizer.momentum=0"], "optimizer.momentum=0.0 has no Nesterov momentum"),
         (["--dry_run.world_size=4", "--dry_run.rank=4"], "dry_run.rank=4 is not one of the 4 ranks; choose 0 to 3"),
+        ([PLANNED, "--train.compile=blocks"], f"{NOT_PLANNED} train.compile=blocks; choose"),
+        ([PLANNED, FP8, "--parallel.tensor_size=2"], f"{NOT_PLANNED} train.matmul=fp8 and parallel.tensor_size=2"),
+        ([PLANNED, FP8, "--train.fp8.keep_last=1"], f"{NOT_PLANNED} train.matmul=fp8 and train.fp8.keep_first=0, keep"),
     ],
 )
 def test_settings_that_contradict_each_other_are_explained(arguments: list[str], message: str):
@@ -125,6 +130,7 @@ def test_settings_that_contradict_each_other_are_explained(arguments: list[str],
         ["--optimizer.implementation=apex"],
         ["--data.mask_documents=true"],
         ["--model.mup_base_width=32", "--optimizer.name=adamw8bit"],
+        [PLANNED, FP8, "--data.mask_documents=true", "--parallel.context_size=2"],
     ],
     ids=lambda arguments: arguments[-1],
 )

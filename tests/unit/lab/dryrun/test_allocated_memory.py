@@ -42,6 +42,7 @@ def allocated_peak(settings: Settings, world: World, trace: Path) -> int:
         (1, "fp32", ["--zero.stage=1"]),
         (2, "bf16", ["--zero.stage=3", "--activations.store=none"]),
         (1, "fp32", ["--zero.stage=2", "--activations.store=planned", *PLAN]),
+        (2, "fp32", ["--zero.stage=2", "--activations.store=planned", *PLAN]),
     ],
 )
 def test_the_peak_is_that_of_the_allocator(tensor_size: int, precision: str, options: list[str], tmp_path: Path):

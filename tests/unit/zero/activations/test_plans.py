@@ -5,8 +5,8 @@ import json
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache, partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
+from gpt.kernels.documents import Documents
 from gpt.kernels.norms import NORMS
 from gpt.model.rotary import Rotation, tables
 from gpt.model.transformer import Block, Sequences
 from gpt.shape.config import ModelConfig
 from parallel.errors import ConfigError
-from parallel.mesh import Axis
+from parallel.mesh import Axis, Mesh
 from parallel.tensor.blocks import run_in_order
-from parallel.tensor.token_layout import ReplicatedTokens
+from parallel.tensor.token_layout import ReplicatedTokens, SplitTokens, TokenLayout
 from parallel.torch_internals import TorchDispatchMode, active_dispatch_modes
+from parallel.world import imitated_world
 from zero.activations import planned
 from zero.activations.checkpointed_blocks import ActivationsConfig, checkpointed_blocks
 from zero.activations.choice import Hardware
@@ -35,6 +37,7 @@ from zero.activations.plans.execution import Program, Run
 from zero.activations.plans.joint import num_bytes
 from zero.activations.plans.module import PlannedBlocks
 from zero.activations.stores import StoreName
+from zero.fp8 import convert
 from zero.memory.streams import SideStream
 
 SEQUENCES, SEQ, HIDDEN, BLOCKS = 16, 32, 64, 3
@@ -65,9 +68,24 @@ def shape(**options: Any) -> ModelConfig:
     return ModelConfig(1, HIDDEN, num_heads=4, seq_length=SEQ, vocab_size=97, **options)
 
 
-def gpt_block(**options: Any) -> Block:
+def gpt_block(tokens: TokenLayout | None = None, **options: Any) -> Block:
     config = shape(**options)
-    return Block(config, ReplicatedTokens(Axis.trivial("tensor")), NORMS[config.norm])
+    return Block(config, tokens or ReplicatedTokens(Axis.trivial("tensor")), NORMS[config.norm])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def two_ranks() -> Iterator[None]:
+    with imitated_world(0, 2, 2, "gloo"):
+        yield
+
+
+@cache
+def tensor_axis() -> Axis:
+    return Mesh.create(2).tensor
+
+
+def block_of_tensor_rank(layout: Callable[[Axis], TokenLayout], **options: Any) -> Block:
+    return gpt_block(layout(tensor_axis()), **options)
 
 
 def rotation() -> Rotation:
@@ -75,10 +93,27 @@ def rotation() -> Rotation:
     return cosines[None, None], sines[None, None]
 
 
+def fp8_mlp() -> nn.Module:
+    mlp = nn.Sequential(nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, 4 * HIDDEN), nn.GELU(), nn.Linear(4 * HIDDEN, HIDDEN))
+    convert(mlp)
+    return mlp
+
+
+def documents(*starts: int) -> Documents:
+    """Return documents that begin at these tokens of each sequence."""
+    first = torch.tensor(starts)
+    positions = torch.arange(SEQ) - first[torch.searchsorted(first, torch.arange(SEQ), right=True) - 1]
+    of_all = torch.cat([SEQ * sequence + first for sequence in range(SEQUENCES)] + [torch.tensor([SEQUENCES * SEQ])])
+    return Documents(positions.expand(SEQUENCES, -1), of_all.int()).with_mask(torch.float32)
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple]] = {
-    "gpt": (partial(gpt_block, dropout=0.1), (Sequences(SEQUENCES),)),
+    "gpt": (partial(gpt_block, dropout=0.1), (Sequences(SEQUENCES, None, documents(0, 5, 20)),)),
     "llama": (partial(gpt_block, **LLAMA), (Sequences(SEQUENCES, rotation()),)),
     "own": (OwnBlock, ()),
+    "fp8": (fp8_mlp, ()),
+    "tensor ranks": (partial(block_of_tensor_rank, ReplicatedTokens, dropout=0.1), (Sequences(SEQUENCES),)),
+    "split tokens": (partial(block_of_tensor_rank, SplitTokens, **LLAMA), (Sequences(2 * SEQUENCES, rotation()),)),
 }
 
 
@@ -146,8 +181,7 @@ def least_gb(plans: PlannedBlocks) -> float:
 @pytest.mark.parametrize("name", MODELS)
 def test_bits_are_those_of_keeping_all_and_the_peak_is_that_of_the_plan(name: str, tmp_path: Path):
     make, args = MODELS[name]
-    blocks = equal_blocks(make)
-    whole = copy.deepcopy(blocks)
+    whole, blocks = equal_blocks(make), equal_blocks(make)
     expected = run(whole, args)
     keeping = backward_peak(whole, args, tmp_path / "keeping.json")
     again = checkpointed_blocks(ActivationsConfig("keep", defragment=False))
@@ -319,6 +353,14 @@ def test_other_inputs_modes_and_copies_run_as_the_module_does():
         assert torch.equal(outputs[0], outputs[1])
         assert torch.equal(outputs[0], outputs[2])
     assert not torch.equal(duplicate[0].bias, block[0].bias) or duplicate[0].bias is not block[0].bias
+
+
+def test_one_plan_serves_all_numbers_of_documents(caplog: pytest.LogCaptureFixture):
+    block = gpt_block(dropout=0.0)
+    with caplog.at_level("INFO"):
+        planned(block, (x_of(), Sequences(SEQUENCES, None, documents(0, 9))), budget_gb=PLENTY)
+        block(x_of(), Sequences(SEQUENCES, None, documents(0, 3, 7)))
+    assert len(caplog.messages) == 1
 
 
 class Branches(nn.Linear):
