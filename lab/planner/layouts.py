@@ -176,6 +176,9 @@ def _predict_planned(
 
     The lower bound of its time is that of `none`, because what it computes again may take next to no time.
     """
+    model, dtype = settings.model, settings.train.dtype
+    if settings.data.mask_documents and suits_kernel(model.attention, model.head_size, model.dropout, dtype):
+        return None  # this kernel cannot be planned
     none, keep = (predict(replace(layout, store=store), settings, cluster, world_size) for store in ("none", "keep"))
     if none is None or keep is None:
         return None
