@@ -17,7 +17,11 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
+from gpt.model.transformer import GPT
 from parallel.mesh import Mesh
+from zero.activations.checkpointed_blocks import ActivationsConfig, checkpointed_blocks
+from zero.activations.choice import Hardware
+from zero.activations.plans.module import PlanContext, PlannedBlocks
 from zero.engine import ZeroDataParallel
 from zero.memory.placement import NO_OFFLOAD, OffloadConfig
 from zero.optimizer import ZeroOptimizer
@@ -26,6 +30,7 @@ from zero.partition.config import ZeroConfig
 from zero.units.unit import find_units
 
 LR, CLIP_NORM = 3e-4, 1.0
+CORE = Hardware(tflops=0.06, memory_gb_per_second=8.0)  # one core of a server, by which plans compare kernels
 
 
 @dataclass(eq=False)
@@ -54,6 +59,7 @@ class Terms:
 
     mesh: Mesh
     zero: ZeroConfig  # of our stages, but for the stage
+    budget_gb: float  # of plans of activations
 
 
 def zero(name: str, model: nn.Module, terms: Terms, *, stage: int, offload: OffloadConfig = NO_OFFLOAD) -> Contender:
@@ -67,6 +73,24 @@ def same_bits(name: str, model: nn.Module, terms: Terms, *, stage: int) -> Conte
     num_blocks = terms.mesh.data.size if stage < 2 else 1
     config = replace(terms.zero, sum_over_ranks="leaves", leaf_blocks=num_blocks)
     return zero(name, model, replace(terms, zero=config), stage=stage)
+
+
+def recomputed(name: str, model: nn.Module, terms: Terms, *, stage: int) -> Contender:
+    """Build a stage that keeps the inputs of the blocks of a GPT, and computes each block again."""
+    assert isinstance(model, GPT), "--model=gpt has such blocks"
+    config = ActivationsConfig("keep", defragment=False)
+    run_blocks = checkpointed_blocks(config, terms.mesh.tensor, next(model.parameters()).device)
+    assert run_blocks is not None
+    model.run_blocks = run_blocks
+    return zero(name, model, terms, stage=stage)
+
+
+def planned(name: str, model: nn.Module, terms: Terms, *, stage: int) -> Contender:
+    """Build a stage that runs the blocks of a GPT by a plan of their activations."""
+    assert isinstance(model, GPT), "--model=gpt has such blocks"
+    context = PlanContext(CORE, next(model.parameters()).device, terms.mesh.tensor)
+    PlannedBlocks(list(model.blocks), terms.budget_gb, context)
+    return zero(name, model, terms, stage=stage)
 
 
 def muon(name: str, model: nn.Module, terms: Terms, *, stage: int, optimizer_type: type[Muon] = Muon) -> Contender:
@@ -139,6 +163,8 @@ CONTENDERS: dict[str, Callable[[str, nn.Module, Terms], Contender]] = {
     "zero-1-layout": partial(same_bits, stage=1),
     "zero-1-muon": partial(muon, stage=1),
     "zero-1-muon-without-iteration": partial(muon, stage=1, optimizer_type=MuonWithoutIteration),
+    "zero-1-planned": partial(planned, stage=1),
+    "zero-1-recomputed": partial(recomputed, stage=1),
     "zero-2": partial(zero, stage=2),
     "zero-2-layout": partial(same_bits, stage=2),
     "zero-2-offload": partial(zero, stage=2, offload=OffloadConfig("host")),

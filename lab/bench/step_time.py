@@ -43,7 +43,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 NUM_COMPARED_LOSSES = 16  # after that AdamW amplifies rounding errors without bound
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}  # under bf16 only ours have master weights: their loss falls faster
 BASELINES = {"ddp-default", "ddp-fused"}
-OPTIONAL = {name for name in CONTENDERS if any(part in name for part in ("deepspeed", "offload", "muon", "layout"))}
+NAMED = "deepspeed", "offload", "muon", "layout", "planned", "recomputed"
+OPTIONAL = {name for name in CONTENDERS if any(part in name for part in NAMED)}
 NUM_BATCHES = 8
 # Options of glibc's mallopt, and the largest threshold that glibc itself chooses, as for a program that frees
 # megabytes.
@@ -61,8 +62,8 @@ class Settings:
     """Data type of parameters, gradients and activations."""
     contenders: list[str] = field(default_factory=lambda: [name for name in CONTENDERS if name not in OPTIONAL])
     """Contenders to compare. The baseline is the faster one of ddp-default and ddp-fused, or the first contender if
-    neither is named. Offloads, Muon, layouts and the stages of DeepSpeed (which must be installed) run only if they are
-    named."""
+    neither is named. Offloads, Muon, layouts, plans, recomputation, and the stages of DeepSpeed (which
+    must be installed) run only if they are named."""
     rounds: Annotated[int, Range(2)] = 40
     """Measured rounds; quartiles need two."""
     steps: int = 2
@@ -78,6 +79,8 @@ class Settings:
     """zero.overlap_gather of our stages 0 to 2."""
     compile: Literal["none", "blocks"] = "none"
     """blocks: torch.compile of every transformer block, for all contenders alike, before the model is wrapped."""
+    budget_gb: Annotated[float, Range(above=0)] = 1e6
+    """activations.budget_gb of zero-1-planned; by default it keeps everything."""
     micro_batch_size: int = 4
     """Sequences of a rank in a step."""
     layers: int = 8
@@ -160,7 +163,7 @@ def build_contenders(settings: Settings, world: World, mesh: Mesh, batches: Tens
         defragment=settings.defragment,
         overlap_gather=settings.overlap_gather,
     )
-    terms = Terms(mesh, config)
+    terms = Terms(mesh, config, settings.budget_gb)
     # Before the first allocation: memory that malloc has once put on its heap is rarely returned to the system.
     return_freed_memory(at_least_bytes=2**16)
     template = build_model(settings, world.device)

@@ -67,6 +67,9 @@ def dry_run(settings: Settings) -> Recording:
     chosen = settings.dry_run
     assert chosen.world_size is not None
     cluster = ClusterSpec.load(chosen.cluster) if chosen.cluster else None
+    if cluster and settings.activations.hardware.memory_gb is None:  # a run asks its device
+        hardware = replace(settings.activations.hardware, memory_gb=cluster.gpu_memory_bytes / 1e9)
+        settings = replace(settings, activations=replace(settings.activations, hardware=hardware))
     local_size = min(chosen.world_size, cluster.gpus_per_node) if cluster else chosen.world_size
     with imitated_world(chosen.rank, chosen.world_size, local_size, chosen.backend) as world:
         recording = record_step(settings, world, QuickFakeTensorMode(), _num_steps_before(settings))

@@ -147,7 +147,7 @@ class MemoryTracker(MemoryObserver):
     def _track(self, tensor: Tensor) -> _TrackedStorage:
         """Return the record of the tensor's storage; create it if the storage is new to this tracker."""
         storage = tensor.untyped_storage()
-        key, num_bytes = storage_id(storage), storage.nbytes()
+        key, num_bytes = storage_id(storage), storage.nbytes() if tensor.device.type != "meta" else 0
         tracked = self._storages.get(key)
         if tracked is None:
             kind, on_host = self.default

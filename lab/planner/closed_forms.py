@@ -121,7 +121,10 @@ def deepest_models(
     make_plan(with_depth(1), cluster, world_size, fixed)
     smallest: dict[tuple, CandidateLayout] = {}
     for found_layout in possible_layouts(settings, cluster, world_size, fixed):
-        smallest.setdefault(found_layout.layout.family, found_layout.layout)
+        if found_layout.layout.store != "planned":
+            smallest.setdefault(found_layout.layout.family, found_layout.layout)
+    if not smallest:
+        raise ConfigError("activations.store=planned is a plan for one depth; choose another store with --largest")
     found = []
     for layout in smallest.values():
 

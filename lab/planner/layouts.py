@@ -27,7 +27,7 @@ from zero.partition.stage import STAGES, Division, Lifetime
 
 ASSUMED_PEAK_FRACTION = 0.5  # fraction of the peak rate that computation is assumed to reach
 MAX_MICRO_BATCH = 128
-PlannedStore = Literal["none", "selective", StoreName]  # of activations.store: all but auto
+Store = Literal["none", "selective", StoreName, "planned"]  # of activations.store: all but auto
 FIELDS = {  # {setting: field of a layout}
     "parallel.tensor_size": "tensor_size",
     "parallel.shard_size": "shard_size",
@@ -46,7 +46,7 @@ class CandidateLayout:
 
     tensor_size: int
     stage: int
-    store: PlannedStore
+    store: Store
     micro_batch_size: int
     offload: Mode = "accelerator"
     accumulate: Accumulate = "reduce"
@@ -142,10 +142,15 @@ def predict(layout: CandidateLayout, settings: Settings, cluster: ClusterSpec, w
     is_one_group = layout.shard_size is not None and group_size >= data_size
     if is_one_group or data_size % group_size or group_size % settings.parallel.context_size:
         return None
+    is_given = settings.activations.store == layout.store
     try:
         settings = layout.applied_to(settings).with_gradient_types(data_size)
     except ConfigError:
         return None
+    if layout.store == "planned":
+        found = _predict_planned(layout, settings, cluster, world_size)
+        # A plan that has room for everything is `none`.
+        return found if is_given or found is None or found.device_bytes == cluster.usable_gpu_bytes else None
     work = planned_workload(settings, data_size)
     checkpoints_on_host = 0.0
     if layout.store == "partition_host":
@@ -161,6 +166,41 @@ def predict(layout: CandidateLayout, settings: Settings, cluster: ClusterSpec, w
         (most + offloading) * with_audits,
         num_micro_batches,
         (least + offloading) * with_audits,
+    )
+
+
+def _predict_planned(
+    layout: CandidateLayout, settings: Settings, cluster: ClusterSpec, world_size: int
+) -> Prediction | None:
+    """Return the prediction of a plan: it computes again, of all that `keep` does, as much as the memory asks for.
+
+    The lower bound of its time is that of `none`, because what it computes again may take next to no time.
+    """
+    model, dtype = settings.model, settings.train.dtype
+    if settings.data.mask_documents and suits_kernel(model.attention, model.head_size, model.dropout, dtype):
+        return None  # this kernel cannot be planned
+    none, keep = (predict(replace(layout, store=store), settings, cluster, world_size) for store in ("none", "keep"))
+    if none is None or keep is None:
+        return None
+    device_bytes = min(none.device_bytes, max(keep.device_bytes, cluster.usable_gpu_bytes))
+    saved = none.device_bytes - keep.device_bytes
+    share = (none.device_bytes - device_bytes) / saved if saved > 0 else 0.0
+    return replace(
+        none,
+        layout=layout,
+        device_bytes=device_bytes,
+        seconds=none.seconds + share * (keep.seconds - none.seconds),
+    )
+
+
+def hardware_of(cluster: ClusterSpec) -> Hardware:
+    """Return the rates that a plan of activations compares, as programs reach them on a cluster."""
+    return Hardware(
+        memory_gb=cluster.gpu_memory_bytes / 1e9,
+        tflops=cluster.peak_half_tflops * cluster.gemm_fraction,
+        memory_gb_per_second=cluster.memory_gb_per_second * cluster.memory_fraction,
+        tensor_gb_per_second=cluster.intra_node_gb_per_second,
+        host_gb_per_second=cluster.host_gb_per_second,
     )
 
 
@@ -254,11 +294,7 @@ def step_seconds(work: Workload, settings: Settings, cluster: ClusterSpec, world
     data_size = world_size // tensor_size
     once, twice = (data_seconds(settings, cluster, data_size, number) for number in (1, 2))
     sending = twice - once  # in each further micro-batch
-    hardware = Hardware(
-        tflops=flops_per_second / 1e12,
-        tensor_gb_per_second=cluster.intra_node_gb_per_second,
-        host_gb_per_second=cluster.host_gb_per_second,
-    )
+    hardware = replace(hardware_of(cluster), tflops=flops_per_second / 1e12)
     tensor_bytes = 0.0
     if tensor_size > 1:  # two all-reduces each in forward, backward, and recomputation of whole blocks
         of_three = 3 if recomputes == "blocks" else 2
@@ -312,7 +348,7 @@ def candidate_layouts(gpus_per_node: int, settings: Settings, fixed: Collection[
     for tensor_size in values("parallel.tensor_size", tensor_sizes(gpus_per_node)):
         stores = values(
             "activations.store",
-            (one for one in ("none", "selective", *STORES) if one != "partition" or tensor_size > 1),
+            (one for one in get_args(Store) if one != "partition" or tensor_size > 1),
         )
         for stage in values("zero.stage", STAGES):
             # Left out: stage 2 that accumulates locally, which is stage 1, and groups that accumulate locally, since

@@ -116,8 +116,6 @@ def constraints(arguments: list[str], num_ranks: int, free: list[str] | None) ->
         raise ConfigError(f"--free={unknown[0]} is no setting of the layout; choose {', '.join(FIELDS)}")
     freed = set() if free is None else set(free or FIELDS)
     given = given_settings(arguments, num_ranks)
-    if (store := given.get("activations.store")) is not None and store.value == "planned":
-        raise ConfigError("activations.store=planned is not compared by the planner; choose another store, or auto")
     kept = (name for name in FIELDS if name in given and name not in freed and given[name].value != "auto")
     return {name: given[name].origin.removesuffix(": ") or "command line" for name in kept}
 
@@ -158,7 +156,7 @@ def report_plan(search: Search, console: Console) -> Settings:
     best, tied = choose(fitting, error_of(search.cluster))
     for line in chosen_lines(best, fitting, tied, search):
         console.print(line)
-    return best.applied_to(search.settings)
+    return search.settings_of(best, fitting[best])
 
 
 def plan_and_verify(search: Search, console: Console) -> tuple[Plan, dict[CandidateLayout, Estimate]]:
@@ -209,7 +207,7 @@ def report_front(search: Search, nodes: Collection[int], plot: Path, console: Co
     except OSError as error:
         raise ConfigError(f"--front={plot} cannot be written ({error.strerror}); choose another file") from error
     console.print(f"the plot is {plot}")
-    return chosen[0].num_nodes, chosen[0].layout.applied_to(search.settings)
+    return chosen[0].num_nodes, search.settings_of(chosen[0].layout, chosen[0].estimate)
 
 
 def report_largest(search: Search, console: Console) -> Settings:

@@ -87,6 +87,8 @@ def chosen_lines(
         f"{cluster.gpu_memory_bytes / 1e9:.1f} GB, of which {cluster.usable_gpu_bytes / 1e9:.1f} may be used: "
         f"--reserved_gb={cluster.reserved_gb:.2g} is left free for CUDA, NCCL and gaps of the allocator"
     )
+    if found.budget_gb:
+        yield f"of these blocks allocate {found.budget_gb:.4g} GB by their plan: activations.budget_gb"
     tokens_per_second = settings.train.global_batch_size * settings.model.seq_length / found.seconds
     yield (
         f"{_seconds(found.seconds)} s a step{cluster.remark}, MFU {search.mfu(found):.1%}, "

@@ -12,7 +12,14 @@ from gpt.settings.settings import Settings
 from gpt.shape.flops import model_flops
 from lab.measure.cluster import ClusterSpec
 from lab.planner.closed_forms import RANKS, DoesNotFit, Plan, closed_form_rank, make_plan
-from lab.planner.depth import DepthExtrapolation, Estimate, extrapolate, shallow_runs
+from lab.planner.depth import (
+    DepthExtrapolation,
+    Estimate,
+    extrapolate,
+    planned_estimate,
+    planned_settings,
+    shallow_runs,
+)
 from lab.planner.layouts import CandidateLayout
 from lab.planner.remedies import remedies
 from parallel.errors import ConfigError
@@ -75,17 +82,34 @@ class Search:
 
     def estimate(self, layout: CandidateLayout) -> Estimate:
         """Return what dry runs say of a layout. Raise ConfigError as `dry_run` does."""
-        found = extrapolate_layout(layout, self.settings, self.cluster, self.world_size)
-        return found.at(self.settings.model.num_layers)
+        return estimate_layout(layout, self.settings, self.cluster, self.world_size)
+
+    def settings_of(self, layout: CandidateLayout, estimate: Estimate) -> Settings:
+        """Return the settings of the run that was estimated."""
+        settings = layout.applied_to(self.settings)
+        return planned_settings(settings, self.cluster, estimate.budget_gb) if estimate.budget_gb else settings
+
+
+def estimate_layout(
+    layout: CandidateLayout, settings: Settings, cluster: ClusterSpec, world_size: int, folder: Path | None = None
+) -> Estimate:
+    """Return what dry runs say of a layout; `folder`, if there is one, keeps them, but for those of plans."""
+    if layout.store == "planned":
+        chosen = layout.applied_to(_in_world(settings, world_size))
+        return planned_estimate(chosen, cluster, chosen.audit_share(world_size))
+    return extrapolate_layout(layout, settings, cluster, world_size, folder).at(settings.model.num_layers)
 
 
 def extrapolate_layout(
     layout: CandidateLayout, settings: Settings, cluster: ClusterSpec, world_size: int, folder: Path | None = None
 ) -> DepthExtrapolation:
     """Return the extrapolation from two shallow dry runs with the layout; `folder`, if there is one, keeps them."""
-    in_world = replace(settings, dry_run=replace(settings.dry_run, world_size=world_size))
-    settings = layout.applied_to(in_world)
+    settings = layout.applied_to(_in_world(settings, world_size))
     return extrapolate(shallow_runs(settings, folder), cluster, settings.audit_share(world_size))
+
+
+def _in_world(settings: Settings, world_size: int) -> Settings:
+    return replace(settings, dry_run=replace(settings.dry_run, world_size=world_size))
 
 
 def verify(

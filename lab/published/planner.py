@@ -28,7 +28,7 @@ from lab.pages.markdown import table, with_blocks
 from lab.planner.closed_forms import make_plan
 from lab.planner.depth import Estimate
 from lab.planner.layouts import CandidateLayout
-from lab.planner.search import DEFAULT_TO_VERIFY, estimate_fits, extrapolate_layout, verify
+from lab.planner.search import DEFAULT_TO_VERIFY, estimate_fits, estimate_layout, verify
 from lab.published import predictions
 from lab.published.predict import NUM_JOBS
 from lab.published.predictions import cluster_of
@@ -84,13 +84,11 @@ def published_layout(row: Row) -> CandidateLayout:
     settings = settings_of_run(row)
     store = settings.activations.store
     assert store != "auto"
-    assert store != "planned"
     return CandidateLayout(row.tp, row.stage, store, row.micro_batch_size, settings.offload.mode)
 
 
 def estimate_of(row: Row, layout: CandidateLayout) -> Estimate:
-    runs = extrapolate_layout(layout, settings_of_run(row), cluster_of(row), row.gpus, predictions.KEPT_RUNS)
-    return runs.at(row.layers)
+    return estimate_layout(layout, settings_of_run(row), cluster_of(row), row.gpus, predictions.KEPT_RUNS)
 
 
 def compare(row: Row, num_to_verify: int = DEFAULT_TO_VERIFY) -> Comparison:

@@ -7,7 +7,6 @@ parallel/tensor/split_parameters.py.
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -104,11 +103,12 @@ class TokenDropout(nn.Module):
         self.probability, self.tokens = probability, tokens
 
     def forward(self, x: Tensor) -> Tensor:
-        probability = self.probability if self.training else 0.0
-        if probability and self.traced is not None and torch.compiler.is_compiling():
-            return self.traced(x, probability)
-        with self.tokens.random_stream() if probability else nullcontext():
-            return F.dropout(x, probability)
+        if not self.probability or not self.training:
+            return x  # `dropout` would be traced as a copy
+        if self.traced is not None and torch.compiler.is_compiling():
+            return self.traced(x, self.probability)
+        with self.tokens.random_stream():
+            return F.dropout(x, self.probability)
 
 
 class VocabParallelEmbedding(nn.Module):

@@ -3,7 +3,7 @@
 bytes    of the two graphs, kernel by kernel: a tensor is allocated by its kernel and freed after the last one that
          reads it, as the code of the graphs does
 time     a kernel takes that of its arithmetic or of its memory traffic, whichever is longer, by the rates of the
-         device; a copy to or from the host counts as far as it takes longer than the block's own kernels
+         device; a copy to or from the host counts as far as kernels wait for it
 """
 
 import math
@@ -93,13 +93,31 @@ class CostModel:
     def _seconds(self, cut: Cut, elsewhere: Placements, parts: Mapping[fx.Node, int]) -> float:
         """Return the time of what is computed again, copied and gathered, beside that of the block itself."""
         again = sum(self.kernel_seconds(node) for node in cut.recomputed)
-        forward = sum(self.kernel_seconds(node) for node in cut.joint.forward_nodes)
-        bytes_on_host = sum(parts[node] for node, store in elsewhere.items() if store == "partition_host")
-        copying = bytes_on_host / (self.hardware.host_gb_per_second * 1e9)
-        # The copies run beside the block's kernels, and backward's take twice as long as forward's.
-        waiting = max(0.0, copying - forward) + max(0.0, copying - 2 * forward - again)
+        on_host = {node: parts[node] for node, store in elsewhere.items() if store == "partition_host"}
+        rate = self.hardware.host_gb_per_second * 1e9
+        waiting = self._waiting_seconds(cut, {node: size / rate for node, size in on_host.items()}) if on_host else 0.0
+        waiting += 2 * sum(on_host.values()) / (self.hardware.memory_gb_per_second * 1e9)  # copied to a buffer first
         sent = sum(part * (self._num_parts(cut.joint, node) - 1) for node, part in parts.items())
         return again + waiting + sent / (self.hardware.tensor_gb_per_second * 1e9)
+
+    def _waiting_seconds(self, cut: Cut, copies: Mapping[fx.Node, float]) -> float:
+        """Return the time for which kernels wait for copies to and from the host.
+
+        Forward copies at the end of a block, and a copy waits for the one before it: the next block hides only the
+        last one. Backward fetches all in the order of use, from its beginning on.
+        """
+        forward = sum(self.kernel_seconds(node) for node in cut.joint.forward_nodes)
+        first = next(iter(copies))  # to be read, and so the last to be copied
+        waiting = sum(copies.values()) - min(copies[first], forward)
+        held, now, fetched = iter(cut.held), 0.0, 0.0
+        for node in cut.backward.nodes:
+            if node.op == "call_method":
+                fetched += copies.get(next(held).node, 0.0)
+                waiting += max(0.0, fetched - now)
+                now = max(now, fetched)
+            else:
+                now += self.kernel_seconds(node)
+        return waiting
 
     def _num_parts(self, joint: JointGraph, node: fx.Node) -> int:
         """Return the number of ranks that hold a part each of what is kept elsewhere."""

@@ -48,19 +48,19 @@ class Program:
         ]
 
     def take(self, stored: list[Any]) -> "list[Any] | Fetched":
-        """Return an object with the `pop` of a list of the tensors; what is elsewhere is fetched from now on."""
-        count, fetched = len(self._stores), Fetched()
+        """Return an object with the `pop` of a list of the tensors; others begin to be fetched, in the order of use."""
         if not any(store for store, _ in self._stores):
             return stored
-        for number, ((store, like), item) in enumerate(zip(self._stores, stored, strict=True)):
+        found = []
+        for number, ((store, like), item) in reversed(list(enumerate(zip(self._stores, stored, strict=True)))):
             if store is None:
-                fetched.append((item, Work()))
+                found.append((item, Work()))
                 continue
             with self._stream.context():
-                flat, collective = store.take(Slot(number, count), item)
+                flat, collective = store.take(Slot(number, len(stored)), item)
             tensor = flat.as_strided(like.shape, like.stride())
-            fetched.append((tensor, Work(collective.wait, self._stream.device_work().wait)))
-        return fetched
+            found.append((tensor, Work(collective.wait, self._stream.device_work().wait)))
+        return Fetched(reversed(found))
 
 
 class Fetched(list[tuple[Any, Work]]):
@@ -184,6 +184,8 @@ def on_meta(tensor: Tensor) -> Tensor:
 
 class PlannedForward:
     """The forward of one of the modules of `traces` by its program; a copy of the module has its class's forward."""
+
+    plans: Any = None  # the PlannedBlocks that the module is one of
 
     def __init__(self, module: nn.Module, number: int, traces: Traces):
         self._module, self._number, self._traces, self._eager = module, number, traces, module.forward

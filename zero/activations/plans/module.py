@@ -63,7 +63,8 @@ class PlannedBlocks:
         self._of_replicas, self._of_rank = map(self._stores, (context.replicas, context.replicas.without_peers()))
         traces = Traces(blocks[0], self._programs)
         for number, block in enumerate(blocks):
-            block.forward = PlannedForward(block, number, traces)
+            block.forward = forward = PlannedForward(block, number, traces)
+            forward.plans = self
 
     def change_budget(self, budget_gb: float) -> Plan:
         """Plan anew, between two steps, for the shapes that are known; return the newest plan."""

@@ -1,9 +1,9 @@
 """The choice of a plan: which candidates of a block are kept, computed again, divided or sent to the host.
 
 Plans are compared by the bytes they hold, their peaks in forward and backward, and the time they add. Peaks are not
-additive, so each plan is cut and its kernels are followed. If there are at most `MOST_PLANS` plans all are tried; else
-the candidates are decided one after another, from the input to the output, and the `BEAM` best plans go on, evenly
-spread over those that no other one beats in everything.
+additive, so each plan is cut and its kernels are followed. If there are at most `MOST_PLANS` plans all are tried, and
+of those that only keep and compute again; else the candidates are decided one after another, from the input to the
+output, and the `BEAM` best plans go on, evenly spread over those that no other one beats in everything.
 
 Two plans A and B for k and L - k blocks are enough: the first blocks hold less or the last ones peak less.
 
@@ -136,25 +136,33 @@ class Planner:
         return [*of_input, *((*self._possible(nodes), None) for nodes in self._joint.choices)]
 
     def _possible(self, nodes: tuple[fx.Node, ...]) -> tuple[StoreName, ...]:
-        """Return where tensors may be kept: a store takes what fills its memory, and divides what all ranks hold."""
-        if not all(num_bytes(node) == value_of(node).nbytes for node in nodes):
+        """Return where tensors may be kept: a store takes nothing small or with gaps, and divides what is equal."""
+        first, *others = nodes
+        if others or num_bytes(first) != value_of(first).nbytes:
             return ("keep",)
-        if self._joint.varying.isdisjoint(nodes):
+        if first not in self._joint.varying:
             return self._stores
         return tuple(store for store in self._stores if store != "partition") or ("keep",)
 
     @cached_property
     def _best(self) -> list[BlockPlan]:
         """The plans that no other one beats in everything."""
-        if math.prod(map(len, self._options)) <= MOST_PLANS:
-            return self._undominated(map(self._plan, product(*self._options)))
+        without_stores: list[tuple[Choice, ...]] = [
+            tuple(option for option in options if option in ("keep", None)) for options in self._options
+        ]
+        return self._undominated([*self._search(without_stores), *self._search(self._options)])
+
+    def _search(self, possible: list[tuple[Choice, ...]]) -> list[BlockPlan]:
+        """Return good plans of some possibilities of each choice."""
+        if math.prod(map(len, possible)) <= MOST_PLANS:
+            return [self._plan(choices) for choices in product(*possible)]
         beam: list[tuple[Choice, ...]] = [()]
-        keep: tuple[Choice, ...] = tuple("keep" for _ in self._options)
-        for number, options in enumerate(self._options):
+        keep: tuple[Choice, ...] = tuple("keep" for _ in possible)
+        for number, options in enumerate(possible):
             longer = [(*start, option) for start in beam for option in options]
             ends = {self._plan(start + keep[number + 1 :]): start for start in longer}
             beam = [ends[plan] for plan in _spread(self._undominated(ends))]
-        return self._undominated(map(self._plan, beam))
+        return [self._plan(choices) for choices in beam]
 
     def _undominated(self, plans: Iterable[BlockPlan]) -> list[BlockPlan]:
         """Return the plans that no other one beats in everything, from the one that keeps least on."""

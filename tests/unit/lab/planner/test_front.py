@@ -117,7 +117,9 @@ def test_a_plot_of_many_kernels_shows_the_highest_moment_of_each_interval(monkey
 class Extrapolation:
     """A dry run in which twice as many GPUs take more than half of the time, and less memory."""
 
-    def __init__(self, layout: CandidateLayout, _settings: object, _cluster: object, world_size: int):
+    def __init__(
+        self, layout: CandidateLayout, _settings: object, _cluster: object, world_size: int, _folder: object = None
+    ):
         self.estimate = Estimate(1e9, 5e12 / world_size + layout.stage, 0.0, 4e3 / world_size + 1)
 
     def at(self, _num_layers: int) -> Estimate:

@@ -1,23 +1,39 @@
 """The planner: closed forms of layouts, the choice among them, and what it prints."""
 
 import dataclasses
+import random
+from collections import Counter
+from collections.abc import Iterator
+from itertools import combinations, product
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 
 from gpt.builder.activation_store import workload
+from gpt.settings.option_names import messages_in_option_names
 from lab.dryrun.dry_run import DEVICE, dry_run
 from lab.measure.cluster import ClusterSpec
 from lab.planner import depth
 from lab.planner.closed_forms import Plan, closed_form_rank, deepest_models, make_plan
 from lab.planner.depth import Estimate, ShallowRun, shallow_runs
-from lab.planner.layouts import FIELDS, CandidateLayout, Prediction, activation_bytes, candidate_layouts, predict
+from lab.planner.layouts import (
+    FIELDS,
+    CandidateLayout,
+    Prediction,
+    Store,
+    activation_bytes,
+    candidate_layouts,
+    predict,
+)
 from lab.planner.plan import constraints, main, with_tokens
 from lab.planner.plan_report import chosen_lines, constraint_lines
 from lab.planner.remedies import remedies
-from lab.planner.search import Search, choose, verify
+from lab.planner.search import Search, choose, estimate_layout, verify
 from parallel.errors import ConfigError
+from parallel.fields import shown
 from tests.unit.lab.dryrun.test_projection import DGX_2, ROOT, settings, shallow
+from zero.partition.stage import STAGES
 
 
 def test_the_planner_chooses_a_layout_that_fits():
@@ -43,7 +59,7 @@ def test_offload_fits_a_model_whose_states_exceed_the_device():
     chosen = settings(*small, "--offload.mode=auto")
     plan = make_plan(chosen, DGX_2, 16)
     offloaded = [found for found in plan.fitting if found.layout.offload == "host"]
-    for found in offloaded:
+    for found in (one for one in offloaded if one.layout.store != "planned"):  # a plan fills what is left
         without = predict(dataclasses.replace(found.layout, offload="accelerator"), chosen, DGX_2, 16)
         assert found.device_bytes < without.device_bytes
         assert found.host_bytes > without.host_bytes
@@ -104,7 +120,8 @@ def test_documents_kept_apart_take_a_mask_if_the_kernel_does_not_suit(precision:
 
 def test_every_store_and_local_accumulation_is_considered():
     layouts = list(candidate_layouts(8, settings("--train.global_batch_size=64")))
-    assert {layout.store for layout in layouts} == {"none", "selective", "keep", "partition", "partition_host"}
+    stores = {"none", "selective", "keep", "partition", "partition_host", "planned"}
+    assert {layout.store for layout in layouts} == stores
     assert {layout.stage for layout in layouts if layout.accumulate == "local"} == {3}
     stage_1 = CandidateLayout(tensor_size=16, stage=1, store="keep", micro_batch_size=8)
     local = dataclasses.replace(stage_1, stage=2, accumulate="local")
@@ -130,6 +147,29 @@ def test_three_micro_batches_are_recorded_and_have_the_time_and_memory_of_seven(
     assert of_three.seconds == pytest.approx(of_seven.seconds, rel=1e-9)
     tokens_and_losses = 4 * ((32 + 1) * 8 + 4)
     assert of_seven.device_peak_bytes - of_three.device_peak_bytes == tokens_and_losses
+
+
+def test_a_plan_of_activations_fills_the_memory_that_the_rest_leaves(monkeypatch: pytest.MonkeyPatch):
+    for name, value in (("MOST_PLANS", 1), ("BEAM", 2)):  # for speed
+        monkeypatch.setattr(f"zero.activations.plans.planner.{name}", value)
+    monkeypatch.setattr(depth, "DEPTHS", (2, 4))
+    shape = "--model.num_layers=3", "--train.micro_batch_size=4", "--model.attention=flash", "--model.dropout=0"
+    chosen = shallow(*shape, "--parallel.tensor_size=1", "--zero.stage=1", "--dry_run.world_size=2")
+    layout = CandidateLayout(1, 1, "planned", 4)
+
+    def of(store: str, num_bytes: float = 1e9) -> Estimate:
+        cluster = dataclasses.replace(DGX_2, gpu_memory_gib=(num_bytes + 1e9) / 2**30)
+        return estimate_layout(dataclasses.replace(layout, store=store), chosen, cluster, 2)
+
+    none, keep = of("none"), of("keep")
+    room = (none.device_peak_bytes + keep.device_peak_bytes) / 2
+    found = of("planned", room)
+    assert keep.device_peak_bytes < found.device_peak_bytes <= room
+    assert none.seconds < found.seconds < keep.seconds
+    assert of("planned", 1e3).device_peak_bytes > 1e3, "the least possible plan does not fit"
+    as_run = Search(chosen, DGX_2, 1).settings_of(layout, found)
+    peak = dry_run(dataclasses.replace(as_run, dry_run=chosen.dry_run)).peak[DEVICE]
+    assert sum(peak.values()) == found.device_peak_bytes
 
 
 def prediction(store: str, seconds: float) -> Prediction:
@@ -193,6 +233,49 @@ def test_every_layout_keeps_what_is_fixed(constraint: dict):
     for found in [*plan.fitting, *plan.too_large]:
         assert {name: getattr(found.layout, FIELDS[name]) for name in constraint} == constraint
     assert len(plan.fitting) > 1
+
+
+VALUES = {
+    "parallel.tensor_size": (1, 2, 3),
+    "parallel.shard_size": (None, 4),
+    "zero.stage": tuple(STAGES),
+    "zero.optimizer_over": ("group", "all"),
+    "zero.accumulate": ("reduce", "local"),
+    "activations.store": get_args(Store),
+    "offload.mode": ("accelerator", "host"),
+    "train.micro_batch_size": (1, 7, 25),
+}
+
+
+def covering_sample() -> Iterator[dict[str, Any]]:
+    """Yield values of all settings, so that each pair of values of two settings is among them."""
+    chooser = random.Random(0)
+    remaining = {pair for one in product(*VALUES.values()) for pair in combinations(zip(VALUES, one, strict=True), 2)}
+    while remaining:
+        rows = [{name: chooser.choice(values) for name, values in VALUES.items()} for _ in range(50)]
+        row = max(rows, key=lambda row: len(remaining & set(combinations(row.items(), 2))))
+        remaining -= set(combinations(row.items(), 2))
+        yield row
+
+
+def test_every_constraint_of_a_covering_sample_is_kept_or_refused_by_name():
+    outcomes = Counter[str]()
+    for constraint in covering_sample():
+        options = (f"--{name}={shown(value)}" for name, value in constraint.items())
+        message = ""
+        try:
+            with messages_in_option_names():
+                chosen = settings("--model.num_layers=8", "--model.hidden_size=1024", "--model.num_heads=16", *options)
+                plan = make_plan(chosen, DGX_2, 32, constraint)
+        except ConfigError as refusal:
+            message = str(refusal)
+        if message:
+            assert any(name in message for name in constraint), message
+        else:
+            (found,) = plan.fitting
+            assert {name: getattr(found.layout, field) for name, field in FIELDS.items()} == constraint
+        outcomes["refused" if message else "kept"] += 1
+    assert min(outcomes["kept"], outcomes["refused"]) >= 5
 
 
 @pytest.mark.parametrize(

@@ -31,8 +31,10 @@ from parallel.world import imitated_world
 from zero.activations import planned
 from zero.activations.checkpointed_blocks import ActivationsConfig, checkpointed_blocks
 from zero.activations.choice import Hardware
+from zero.activations.plans.costs import CostModel
 from zero.activations.plans.cut import cut
 from zero.activations.plans.execution import Program, Run
+from zero.activations.plans.joint import num_bytes
 from zero.activations.plans.module import PlannedBlocks
 from zero.activations.stores import StoreName
 from zero.fp8 import convert
@@ -225,16 +227,32 @@ def test_what_is_stored_elsewhere_is_not_computed_again(store: StoreName):
     with CountedOperations() as kept:
         expected = run(copy.deepcopy(blocks), args)
     stores = (store,)
-    fast = Hardware(host_gb_per_second=1e9)
+    fast = Hardware(host_gb_per_second=1e9, tflops=0.1)  # products take longer than a copy to a buffer
     plans = planned(blocks, (x_of(), *args), budget_gb=PLENTY, stores=stores, hardware=fast)
     assert plans.plan is not None
-    assert set(plans.plan.first.placements.values()) == set(stores)
+    assert set(plans.plan.first.placements.values()) == {store, "keep"}, "small tensors stay on the device"
     with CountedOperations() as elsewhere:
         found = run(blocks, args)
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other)
     for product in ("aten.addmm.default", "aten.mm.default", "aten.native_layer_norm.default"):
         assert elsewhere.counts[product] == kept.counts[product]
+
+
+def test_kernels_wait_for_all_copies_of_a_block_but_the_last_one():
+    make, args = MODELS["gpt"]
+    stores: tuple[StoreName, ...] = ("partition_host",)
+    fast = Hardware(host_gb_per_second=1e9)
+    plans = planned(equal_blocks(make, 1), (x_of(), *args), budget_gb=PLENTY, stores=stores, hardware=fast)
+    assert plans.plan is not None
+    plan, costs = plans.plan.first, CostModel(fast)
+    joint = plan.cut.joint
+    (x,) = (node for node in plan.placements if node in joint.inputs)
+    copied = sorted(num_bytes(node) for node, store in plan.placements.items() if store == "partition_host")
+    forward_seconds = sum(map(costs.kernel_seconds, joint.forward_nodes))
+    slow = CostModel(Hardware(host_gb_per_second=sum(copied) / 1e9 / (0.9 * forward_seconds)))
+    waiting = slow.footprint(plan.cut, x, plan.placements).seconds - plan.footprint.seconds
+    assert waiting > 0.9 * forward_seconds * sum(copied[:-1]) / sum(copied)
 
 
 class RandomBlock(nn.Module):
