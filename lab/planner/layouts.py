@@ -142,15 +142,12 @@ def predict(layout: CandidateLayout, settings: Settings, cluster: ClusterSpec, w
     is_one_group = layout.shard_size is not None and group_size >= data_size
     if is_one_group or data_size % group_size or group_size % settings.parallel.context_size:
         return None
-    is_given = settings.activations.store == layout.store
     try:
         settings = layout.applied_to(settings).with_gradient_types(data_size)
     except ConfigError:
         return None
     if layout.store == "planned":
-        found = _predict_planned(layout, settings, cluster, world_size)
-        # A plan that has room for everything is `none`.
-        return found if is_given or found is None or found.device_bytes == cluster.usable_gpu_bytes else None
+        return _predict_planned(layout, settings, cluster, world_size)
     work = planned_workload(settings, data_size)
     checkpoints_on_host = 0.0
     if layout.store == "partition_host":
@@ -345,11 +342,12 @@ def candidate_layouts(gpus_per_node: int, settings: Settings, fixed: Collection[
     mode, batch = settings.offload.mode, settings.train.global_batch_size
     modes: tuple[Mode, ...] = ("accelerator", "host") if mode == "auto" else (mode,)
     micro_batches = values("train.micro_batch_size", (b for b in range(1, MAX_MICRO_BATCH + 1) if batch % b == 0))
+    stores_of_search: list[Store] = ["none", "selective", *STORES]
+    if settings.activations.store == "planned":  # else not, because it takes several dry runs of the full depth
+        stores_of_search.append("planned")
     for tensor_size in values("parallel.tensor_size", tensor_sizes(gpus_per_node)):
-        stores = values(
-            "activations.store",
-            (one for one in get_args(Store) if one != "partition" or tensor_size > 1),
-        )
+        possible = (one for one in stores_of_search if one != "partition" or tensor_size > 1)
+        stores = values("activations.store", possible)
         for stage in values("zero.stage", STAGES):
             # Left out: stage 2 that accumulates locally, which is stage 1, and groups that accumulate locally, since
             # reductions inside a node are fast.

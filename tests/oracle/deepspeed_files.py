@@ -56,7 +56,7 @@ def write_deepspeed(folder: Path, stage: int, num_ranks: int, module: nn.Module,
         torch.save(content, folder / "global_step3" / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
         described = {
             "module": {name: torch.empty(0) if stage == 3 else p.detach() for p, name in names.items()}
-            | dict(module.named_buffers()),
+            | {name: buffer for name, buffer in module.named_buffers() if name in module.state_dict()},
             "param_shapes": [OrderedDict((names[p], p.shape) for p in group) for group in groups],
             "frozen_param_shapes": OrderedDict((name, p.shape) for name, p in frozen.items()) or None,
             "frozen_param_fragments": {

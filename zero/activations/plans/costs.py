@@ -141,7 +141,7 @@ class CostModel:
 
 def flops(node: fx.Node) -> float:
     """Return the floating-point operations of products and attention; 0 for other kernels."""
-    args = [value_of(arg) for arg in node.all_input_nodes]
+    args = [value for arg in node.all_input_nodes if isinstance(value := value_of(arg), Tensor)]
     if "on_axis" in node.meta:  # of forward: x and weights, or what is only sent
         num_tokens = max(tensor.shape[0] for tensor in (args[0], *tensors_of(node)))
         return 2.0 * num_tokens * sum(weight.numel() for weight in args[1:] if weight.dim() == 2)

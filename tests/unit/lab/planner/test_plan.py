@@ -120,8 +120,10 @@ def test_documents_kept_apart_take_a_mask_if_the_kernel_does_not_suit(precision:
 
 def test_every_store_and_local_accumulation_is_considered():
     layouts = list(candidate_layouts(8, settings("--train.global_batch_size=64")))
-    stores = {"none", "selective", "keep", "partition", "partition_host", "planned"}
+    stores = {"none", "selective", "keep", "partition", "partition_host"}
     assert {layout.store for layout in layouts} == stores
+    with_plans = candidate_layouts(8, settings("--train.global_batch_size=64", "--activations.store=planned"))
+    assert {layout.store for layout in with_plans} == stores | {"planned"}
     assert {layout.stage for layout in layouts if layout.accumulate == "local"} == {3}
     stage_1 = CandidateLayout(tensor_size=16, stage=1, store="keep", micro_batch_size=8)
     local = dataclasses.replace(stage_1, stage=2, accumulate="local")
