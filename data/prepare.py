@@ -94,7 +94,9 @@ def _plan(source: Source, tokenizer: Tokenizer) -> str:
 
     Whether errors are skipped does not count: one that has ended a preparation may be skipped when it goes on.
     """
-    shards = [(shard.weight, shard.version) for shard in source.shards]
+    # Versions of files are numbers, as they always were: progress from before goes on.
+    versions = [int(shard.version) if shard.version.isdigit() else shard.version for shard in source.shards]
+    shards = [(shard.weight, version) for shard, version in zip(source.shards, versions, strict=True)]
     facts = [replace(source, skips_errors=False), shards, tokenizer.text, tokenizer.eod, tokenizer.bos]
     return hashlib.sha256(repr(facts).encode()).hexdigest()
 

@@ -287,6 +287,8 @@ class ZeroDataParallel(nn.Module):
             self._take_changes()  # shards may have been loaded in place, and parameters be older than master weights
         shards = self._shards(self.module.state_dict(keep_vars=True))
         others = {name: value for name, value in state_dict.items() if name not in shards}
+        # All of them are checked before any is loaded.
+        parts = {name: one.parts_of(name, state_dict[name]) for name, one in shards.items() if name in state_dict}
         keys = self.module.load_state_dict(others, strict=False, assign=assign)
         keys.missing_keys[:] = [name for name in keys.missing_keys if name not in state_dict]
         if strict and any(keys):
@@ -295,9 +297,8 @@ class ZeroDataParallel(nn.Module):
                 "load the state of this model, or choose strict=False"
             )
         with torch.no_grad(), self.loading_masters():
-            for name, shard in shards.items():
-                if name in state_dict:
-                    shard.load(name, state_dict[name])
+            for name, part in parts.items():
+                shards[name].load(part)
         return keys
 
     def _take_changes(self) -> None:
@@ -315,6 +316,15 @@ class ZeroDataParallel(nn.Module):
         """Iterate over modules; names of parameters are those that the module inside this one gives them."""
         yield prefix, self
         yield from self.module.named_modules(memo, prefix, remove_duplicate)
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """Return a module by the name that `named_modules` gives it."""
+        is_own = target.partition(".")[0] in ("", "module")
+        return super().get_submodule(target) if is_own else self.module.get_submodule(target)
+
+    def get_parameter(self, target: str) -> nn.Parameter:
+        """Return a parameter by the name that `named_parameters` gives it."""
+        return self.module.get_parameter(target.removeprefix("module."))
 
     def _fqn_modifiers(self) -> dict[str, str]:
         """Return where torch's `get_state_dict` finds the parts of the module by the names that they have in it."""

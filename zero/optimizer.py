@@ -249,7 +249,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         load_state_dict(self.inner, self._pieces, self._chunks(), state_dict)
 
     def _chunks(self) -> ParameterChunks:
-        if self.matrices.states():
+        if self.matrices.state_bytes:  # the same on all ranks
             raise ConfigError(
                 f"the states of {type(self.inner).__name__} are matrices that torch.distributed.checkpoint cannot "
                 f"divide; {REMEDY}"

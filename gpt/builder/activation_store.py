@@ -4,6 +4,7 @@ import logging
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 
 from gpt.builder.closed_forms import coded_parameters_of_rank, moment_bytes, parameters_of_rank
 from gpt.settings.option_names import in_option_names
@@ -30,11 +31,22 @@ def chosen_activations(settings: Settings, mesh: Mesh, replicas: Axis, device: t
     memory_bytes = hardware.memory_gb * 1e9 if hardware.memory_gb else memory_per_rank(device, mesh)
     work = workload(settings, mesh.data.size, replicas.size)
     if activations.store == "planned":
-        left = memory_bytes * USABLE_FRACTION - work.state_bytes
-        return replace(activations, budget_gb=max(left, 1.0) / 1e9)
+        left = max(memory_bytes * USABLE_FRACTION - work.state_bytes, 1.0)
+        return replace(activations, budget_gb=_least(left, mesh) / 1e9)
     store, reason = choose_store(work, memory_bytes, hardware)
     logger.info(in_option_names(reason))
     return replace(activations, store=store)
+
+
+def _least(number: float, mesh: Mesh) -> float:
+    """Return the least number of all ranks: those that share layers need one plan, or their collectives differ."""
+    found = torch.tensor(-number, dtype=torch.float64)
+    for axis in (mesh.tensor, mesh.data):
+        if axis.imitated_backend is None:
+            sent = found.to(axis.communication_device(found))
+            axis.all_reduce(sent, out=sent, op=dist.ReduceOp.MAX).wait()
+            found.copy_(sent)
+    return -float(found)
 
 
 def sent_bytes(settings: Settings, data_size: int, num_micro_batches: int) -> tuple[float, float]:

@@ -348,7 +348,7 @@ def parameter_groups(module: GPT, settings: OptimizerSettings) -> list[dict[str,
     that of the schedule in groups with its factor, lr_scale, and those whose heads are matrices in groups with
     per_repetition=True.
     """
-    groups: dict[tuple[tuple[str, Any], ...], dict[str, Any]] = {}
+    groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     updates = OPTIMIZERS[settings.name].updates
     for name, param in module.named_parameters():
         if param.requires_grad:
@@ -362,7 +362,11 @@ def parameter_groups(module: GPT, settings: OptimizerSettings) -> list[dict[str,
                 of_group["per_repetition"] = True
             if scale != 1:
                 of_group |= {"lr": settings.lr * scale, "lr_scale": scale}
-            groups.setdefault(tuple(of_group.items()), {"params": []} | of_group)["params"].append(param)
+            key = (
+                param.dim() > 1,
+                *of_group.items(),
+            )  # without decay there are the same groups, as checkpoints have them
+            groups.setdefault(key, {"params": []} | of_group)["params"].append(param)
     return list(groups.values())
 
 

@@ -85,8 +85,10 @@ class Job:
         return self._log.read_bytes()[self._begin :].decode(errors="replace")
 
     def wait_for_step(self, step: int) -> None:
-        """Return when a step is logged, or all processes have ended."""
-        while len(read_steps(self.run_dir)) < step and any(one.poll() is None for one in self.processes.values()):
+        """Return when a step is logged. Raises RuntimeError, with what was said, if all processes have ended before."""
+        while len(read_steps(self.run_dir)) < step:
+            if all(one.poll() is not None for one in self.processes.values()):
+                raise RuntimeError(f"the run has ended before step {step}:\n{self.said[-6000:]}")
             time.sleep(0.005)
 
     def end(self, limit_seconds: float = LIMIT_SECONDS, but: Collection[str] = ()) -> Ended:

@@ -189,7 +189,8 @@ class Agent:
             self._become(start=start.start, members=start.members, state="ended", code=code)
             return
         try:
-            until, nodes = time.monotonic() + MARK_SECONDS, [node for node in start.members if node != self._own.node]
+            until = time.monotonic() + (MARK_SECONDS if self._options.check else 0)
+            nodes = [node for node in start.members if node != self._own.node]
             with marked(Path(self._own_facts.disk)) as mark:
                 others = [NodeFacts(**self._peers.facts(node, mark, until)) for node in nodes]
         except (OSError, HTTPException):

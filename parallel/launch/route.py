@@ -9,6 +9,7 @@ import struct
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from parallel.errors import ConfigError, exit_on_config_error
 
@@ -33,7 +34,8 @@ def find_route(endpoint: str) -> Route:
     # On Debian a node's own name resolves to 127.0.1.1, which other nodes cannot use.
     if address.startswith("127.") and not endpoint.startswith(("localhost:", "127.0.0.1:")):
         # Nodes of a closed network have routes to each other only.
-        others = (own for _, own in _interfaces() if not own.startswith("127."))
+        found = sorted(_interfaces(), key=lambda one: not Path(f"/sys/class/net/{one[0]}/device").exists())
+        others = (own for _, own in found if not own.startswith("127."))  # network cards before bridges
         local_address = _source_address(ELSEWHERE) or next(others, address)
     if local_address is None:
         node = socket.gethostname()

@@ -40,6 +40,7 @@ class AxisOperation(NamedTuple):
     run: Callable[..., Any]
     workspace_bytes: Callable[[Tensors, Tensors], int]  # of its arguments and its results
     sent_bytes: Callable[[Tensors, Tensors], float]  # by a rank, in forward
+    flops: Callable[[Tensors, Tensors], float]
     is_reduced: bool = False  # a sum over the tensor axis, and so equal on all ranks that hold the same tokens
 
 
@@ -49,6 +50,7 @@ def _of_layer(
     stream: Callable[[Tensors, Tensors], Tensor],
     num_whole: int = 1,
     is_reduced: bool = False,
+    is_backward: bool = False,
 ) -> AxisOperation:
     """Return the operation of a split layer.
 
@@ -61,8 +63,21 @@ def _of_layer(
         run,
         lambda *tensors: num_whole * parts * stream(*tensors).nbytes if parts > 1 else 0,
         lambda *tensors: num_sent * stream(*tensors).nbytes,
+        _backward_flops if is_backward else _forward_flops,
         is_reduced,
     )
+
+
+def _forward_flops(arguments: Tensors, results: Tensors) -> float:
+    """Return the operations of a product with each weight, of arguments (x, weights and biases)."""
+    num_tokens = max(arguments[0].shape[0], results[0].shape[0])
+    return 2.0 * num_tokens * sum(param.numel() for param in arguments[1:] if param.dim() == 2)
+
+
+def _backward_flops(arguments: Tensors, results: Tensors) -> float:
+    """Return the operations of two products for each weight, of results (gradients of x, of weights and biases)."""
+    num_tokens = max(tensor.shape[0] for tensor in arguments[:2])  # of a gradient, and of another one or x
+    return 4.0 * num_tokens * sum(grad.numel() for grad in results[1:] if grad.dim() == 2)
 
 
 def _first_argument(arguments: Tensors, _results: Tensors) -> Tensor:
@@ -116,6 +131,7 @@ def _exchange(context: Axis) -> Operations:
             run,
             lambda *tensors: 2 * message_bytes(*tensors),
             lambda *tensors: (size - 1) / size * message_bytes(*tensors),
+            lambda *_: 0.0,
         )
     }
 
@@ -158,7 +174,9 @@ def _column_linear(split: Split) -> tuple[ColumnLinear, Operations]:
     forward.register_autograd(gradients, setup_context=save)
     return forward, {
         _kernel(name): _of_layer(products, split.tokens, _first_argument),
-        _kernel(f"{name}_gradients"): _of_layer(product_gradients, split.tokens, _first_result, num_whole=2),
+        _kernel(f"{name}_gradients"): _of_layer(
+            product_gradients, split.tokens, _first_result, num_whole=2, is_backward=True
+        ),
     }
 
 
@@ -196,7 +214,7 @@ def _row_linear(split: Split) -> tuple[RowLinear, Operations]:
     forward.register_autograd(gradients, setup_context=save)
     return forward, {
         _kernel(name): _of_layer(product, split.tokens, _first_result, is_reduced=True),
-        _kernel(f"{name}_gradients"): _of_layer(product_gradients, split.tokens, _first_argument),
+        _kernel(f"{name}_gradients"): _of_layer(product_gradients, split.tokens, _first_argument, is_backward=True),
     }
 
 

@@ -91,9 +91,8 @@ class ChunkedTensor(Tensor):
             values.copy_(sent)
         return whole
 
-    @torch.no_grad()
-    def load(self, name: str, values: Tensor | float) -> None:
-        """Copy this rank's rectangles of a whole tensor, or of one with the same rectangles; `name` is for errors.
+    def parts_of(self, name: str, values: Tensor | float) -> list[Tensor]:
+        """Return this rank's rectangles of a whole tensor, or of one with the same rectangles; `name` is for errors.
 
         Raises ConfigError if it has another shape, or other rectangles.
         """
@@ -108,9 +107,12 @@ class ChunkedTensor(Tensor):
                 raise ConfigError(
                     f"{name} is cut for another layout in the state dict; load it by torch.distributed.checkpoint"
                 )
-            parts = [part for _, part in whole.chunks]
-        else:
-            parts = [chunk.of(whole) for chunk in self.chunks]
+            return [part for _, part in whole.chunks]
+        return [chunk.of(whole) for chunk in self.chunks]
+
+    @torch.no_grad()
+    def load(self, parts: list[Tensor]) -> None:
+        """Copy what `parts_of` has returned."""
         for chunk, part in zip(self.chunks, parts, strict=True):
             chunk.values.copy_(part)
 

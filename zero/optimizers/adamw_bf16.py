@@ -69,4 +69,4 @@ def rounded(values: Tensor, bits: Tensor) -> Tensor:
     If the bits are random, the mean of the results is the value.
     """
     words = (bits & 0xFFFF).add_(values.float().view(torch.int32)).bitwise_and_(-0x10000)
-    return words.view(torch.float32).to(torch.bfloat16)
+    return torch.where(values.isnan(), values, words.view(torch.float32)).to(torch.bfloat16)

@@ -31,7 +31,9 @@ class CautiousAdamW(AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Update all parameters."""
+        """Update all parameters, for the gradients that a closure computes if there is one; return its result."""
+        with torch.enable_grad():
+            loss = closure() if closure else None
         cautious = [group for group in self.param_groups if group["cautious_decay"] and group["weight_decay"]]
         decays = [group["weight_decay"] for group in cautious]
         for group in cautious:
@@ -42,10 +44,11 @@ class CautiousAdamW(AdamW):
                 decay_cautiously(param, first, self.kept(1 - group["lr"] * group["weight_decay"], param.dtype, 1.0))
             group["weight_decay"] = 0.0
         try:
-            return super().step(closure)
+            super().step()
         finally:
             for group, decay in zip(cautious, decays, strict=True):
                 group["weight_decay"] = decay
+        return loss
 
 
 def decay_cautiously(param: Tensor, update: Tensor, factor: Tensor | float) -> None:

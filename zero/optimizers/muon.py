@@ -100,8 +100,8 @@ class Muon(MatrixOptimizer):
         steps = [given[min(number, len(given) - 1)] for number in range(group["ns_steps"])]
         scale = self.if_kept(1.0 if is_newton_schulz else 1 / SAFETY, matrices.dtype)
         orthogonalize_(matrices, steps, group["ns_eps"], scale)
-        if group["row_beta"] is not None:
-            normalize_rows_(matrices, states, self.if_kept(1 - group["row_beta"], states[0][ROWS].dtype))
+        if (beta := self.defaults["row_beta"]) is not None:  # not of the group: the states are of all matrices
+            normalize_rows_(matrices, states, self.if_kept(1 - beta, states[0][ROWS].dtype))
 
     def matrix_state(self, shape: tuple[int, int], device: torch.device) -> dict[str, Tensor]:
         """Return the second moment of the rows of a matrix, if they are normalized, before its first update."""

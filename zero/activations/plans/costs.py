@@ -142,9 +142,8 @@ class CostModel:
 def flops(node: fx.Node) -> float:
     """Return the floating-point operations of products and attention; 0 for other kernels."""
     args = [value for arg in node.all_input_nodes if isinstance(value := value_of(arg), Tensor)]
-    if "on_axis" in node.meta:  # of forward: x and weights, or what is only sent
-        num_tokens = max(tensor.shape[0] for tensor in (args[0], *tensors_of(node)))
-        return 2.0 * num_tokens * sum(weight.numel() for weight in args[1:] if weight.dim() == 2)
+    if "on_axis" in node.meta:
+        return node.meta["on_axis"].flops(*_arguments_and_results(node))
     kernel = kernel_of(node)
     if not isinstance(kernel, OpOverload):
         return 0.0
