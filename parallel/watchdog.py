@@ -8,6 +8,7 @@ reached, because the host of a rank may have launched many more. The launcher ca
 """
 
 import json
+import math
 import os
 import sys
 import threading
@@ -78,6 +79,7 @@ class Watchdog:
         # (complete, reached, beats), None before they are first read; and when they last changed
         self._progress: tuple[int, int, int] | None = None
         self._progress_time = self._clock()
+        self._waiting_since = math.inf  # for another rank to report
 
     def beat(self) -> None:
         """Record progress other than a collective. May be called from any thread."""
@@ -107,12 +109,22 @@ class Watchdog:
                 self._write_heartbeat()
                 if self._store.check(["watch/verdict"]):
                     self._end(Verdict(**json.loads(self._store.get("watch/verdict"))))
-                if self._idle_seconds() > self._hang_seconds and self._store.add("watch/num_reporters", 1) == 1:
+                if self._may_report():
                     self._report(ended)
             except (RuntimeError, ValueError):  # the rank that serves the store, usually rank 0, has ended
                 if self._idle_seconds() > self._hang_seconds:
                     reason = f"has made no progress for {self._idle_seconds():.0f} s, and rank 0 has ended"
                     self._print_and_end(Verdict(f"rank {self._rank} {reason}", num_alive=1))
+
+    def _may_report(self) -> bool:
+        """Return whether this rank is to report: the first that asks, or any if that one has stopped meanwhile."""
+        if self._idle_seconds() <= self._hang_seconds:
+            self._waiting_since = math.inf
+            return False
+        if self._store.add("watch/num_reporters", 1) == 1:
+            return True
+        self._waiting_since = min(self._waiting_since, self._clock())
+        return self._clock() - self._waiting_since > self._hang_seconds
 
     def _idle_seconds(self) -> float:
         now = self._log.progress()
@@ -129,7 +141,7 @@ class Watchdog:
         self._store.set(f"watch/{self._rank}", json.dumps(asdict(heartbeat)))
 
     def _report(self, ended: threading.Event) -> None:
-        """End the job if no rank makes progress. Only the rank that raised "watch/num_reporters" to 1 calls this."""
+        """End the job if no rank makes progress."""
         before = self._heartbeats()
         for _ in range(POLLS_BETWEEN_READINGS):
             if ended.wait(self._poll_seconds):

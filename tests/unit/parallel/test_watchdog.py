@@ -179,6 +179,18 @@ def test_ranks_whose_processes_have_ended_are_named_and_not_waited_for(job):
     assert code == EXIT_CODE
 
 
+def test_another_rank_reports_if_the_one_that_was_to_do_so_has_stopped(job):
+    with job.ranks[1].running():
+        pass
+    job.store.add("watch/num_reporters", 1)  # by rank 1, before it stopped
+    with job.ranks[0].running():
+        job.now += 20.0
+        job.heartbeat(0)
+        assert job.happened.empty()
+        job.now += 0.1
+        assert job.next().startswith("rank 1 does not answer")
+
+
 def test_a_rank_that_finds_another_one_at_work_reports_again_after_half_of_the_time(job):
     deadline = time.monotonic() + 60
     with job.ranks[0].running(), job.ranks[1].running():
