@@ -17,6 +17,7 @@ loading a checkpoint, shard all units whatever their readers: they write the own
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -47,7 +48,7 @@ class Unit:
         self._readers: set[object] = set()
         self._watchers: set[object] = set()
 
-    @property
+    @cached_property
     def transient_numel(self) -> int:
         """The number of elements that unsharding allocates."""
         return sum(flat.full.numel() for flat in self.flats if flat.lifetime is Lifetime.TRANSIENT)
@@ -62,11 +63,14 @@ class Unit:
         """True if a reader is no unit: a `gathered()` context, the step, or the next forward."""
         return any(not isinstance(reader, Unit) for reader in self._readers)
 
-    @outside_of_transforms
     def start_unshard(self, *, exact: bool = False) -> None:
         """Launch the all-gathers, if any of its parameters are sharded; with `exact`, in their own type."""
         if any(flat.is_sharded for flat in self.flats):
-            self._before_gather()
+            self._launch_gathers(exact)
+
+    @outside_of_transforms
+    def _launch_gathers(self, exact: bool) -> None:
+        self._before_gather()
         for flat in self.flats:
             flat.start_unshard(exact=exact)
 
