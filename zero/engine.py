@@ -376,9 +376,9 @@ class ZeroDataParallel(nn.Module):
         """Return the number of elements of a bucket, for units with these parameters."""
         unit_numels = [sum(param.numel() for param in params.values()) for params in own.values()]
         if self.offload.config.mode == "auto":
-            chunk = search_chunk_size(unit_numels, self.offload.config, self.config.grain(levels))
-            logger.info("offload: chunks of %d elements, %d unfilled", chunk.numel, chunk.unfilled_numel)
-            return chunk.numel
+            numel, unfilled_numel = search_chunk_size(unit_numels, self.offload.config, self.config.grain(levels))
+            logger.info("offload: chunks of %d elements, %d unfilled", numel, unfilled_numel)
+            return numel
         return self.config.chosen_bucket_numel(sum(unit_numels), self.data.size, dtype)
 
     def _make_units(

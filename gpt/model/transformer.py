@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from gpt.kernels.attention import ATTENTION_KERNELS, Kernel
 from gpt.kernels.documents import Documents, needs_mask
 from gpt.kernels.norms import NORMS
-from gpt.model.mup import LogitScale, hidden_factor
+from gpt.model.mup import hidden_factor
 from gpt.model.rotary import Rotation, rotated, tables
 from gpt.shape.config import ROWS_PER_UNIT, ModelConfig, check_divides
 from parallel.mesh import Axis
@@ -230,7 +230,6 @@ class GPT(nn.Module):
         self.dropout = TokenDropout(config.dropout, tokens)
         self.blocks = nn.ModuleList(Block(config, tokens, norm) for _ in range(config.num_layers))
         self.final_norm = norm(config.hidden_size, eps=config.norm_eps)
-        self.logit_scale = LogitScale(config) if config.width_multiplier != 1 else nn.Identity()
         if not config.tied_head:
             self.head = VocabParallelEmbedding(config.padded_vocab_size, config.hidden_size, tokens)
         if summed := list(self.parameters_of_partial_gradients()):
@@ -314,7 +313,9 @@ class GPT(nn.Module):
         if documents and needs_mask(self.config.attention, self.config.head_size, dropout, embedded):
             documents = documents.with_mask(embedded.dtype)
         blocks = [partial(block, sequences=Sequences(num_sequences, rotation, documents)) for block in self.blocks]
-        return self.logit_scale(self.final_norm(self.run_blocks(blocks, self.dropout(embedded))))
+        hidden = self.final_norm(self.run_blocks(blocks, self.dropout(embedded)))
+        # By muP, logits are divided by the width; this has fewer elements than they have.
+        return hidden if self.config.width_multiplier == 1 else hidden * (1 / self.config.width_multiplier)
 
 
 def initialize(model: GPT, seed: int, data: Axis | None = None) -> None:

@@ -7,7 +7,7 @@ parallel/tensor/split_parameters.py.
 """
 
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -40,44 +40,58 @@ def part_of(size: int, axis: Axis, what: str) -> int:
     return size // axis.size
 
 
-class ColumnParallelLinear(nn.Module):
-    """A linear layer, (tokens of this rank, in) -> (all tokens, out / size).
+class SplitLinear(nn.Module):
+    """A module whose linear layers are split along the tensor axis.
 
-    Each rank has its rows of weight (out, in) and of bias (out,), if it has one. `traced` is what torch traces instead
-    of the layer, if the layer sends anything.
+    `traced` is what torch traces instead of them, if they send anything.
     """
 
-    split_dims: ClassVar = {"weight": 0, "bias": 0}
     traced: Linears | None = None
     products: Products = OWN_PRECISION
 
-    def __init__(self, in_features: int, out_features: int, tokens: TokenLayout, has_bias: bool = True):
+    def __init__(self, tokens: TokenLayout):
         super().__init__()
         self.tokens = tokens
+
+    def columns(self, x: Tensor, weights: Tensors, biases: Tensors) -> Tensors:
+        """Apply several column-parallel layers to one input, which is gathered once, as is its gradient reduced.
+
+        `biases` has as many tensors as `weights`, or none.
+        """
+        if self.traced is not None and is_traced(x):
+            return self.traced(x, weights, biases)
+        return _ColumnLinears.apply(x, Split(self.tokens, self.products), len(weights), *weights, *biases)
+
+
+class ColumnParallelLinear(SplitLinear):
+    """A linear layer, (tokens of this rank, in) -> (all tokens, out / size).
+
+    Each rank has its rows of weight (out, in) and of bias (out,), if it has one.
+    """
+
+    split_dims: ClassVar = {"weight": 0, "bias": 0}
+
+    def __init__(self, in_features: int, out_features: int, tokens: TokenLayout, has_bias: bool = True):
+        super().__init__(tokens)
         own_features = part_of(out_features, tokens.axis, "the number of output features")
         self.weight = nn.Parameter(torch.empty(own_features, in_features))
         self.bias = nn.Parameter(torch.empty(own_features)) if has_bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        biases = [] if self.bias is None else [self.bias]
-        (y,) = column_linears(x, [self.weight], biases, self)
+        (y,) = self.columns(x, [self.weight], [] if self.bias is None else [self.bias])
         return y
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(SplitLinear):
     """A linear layer, (all tokens, in / size) -> (tokens of this rank, out).
 
-    Each rank has its columns of weight (out, in) and the whole bias (out,), if there is one. `traced` is as for the
-    column-parallel one.
+    Each rank has its columns of weight (out, in) and the whole bias (out,), if there is one.
     """
 
     split_dims: ClassVar = {"weight": 1}
-    traced: Linears | None = None
-    products: Products = OWN_PRECISION
 
     def __init__(self, in_features: int, out_features: int, tokens: TokenLayout, has_bias: bool = True):
-        super().__init__()
-        self.tokens = tokens
+        super().__init__(tokens)
         own_features = part_of(in_features, tokens.axis, "the number of input features")
         self.weight = nn.Parameter(torch.empty(out_features, own_features))
         self.bias = nn.Parameter(torch.empty(out_features)) if has_bias else None
@@ -144,24 +158,6 @@ class Split(NamedTuple):
 
     tokens: TokenLayout
     products: Products
-
-
-class ColumnParallel(Protocol):
-    """A module that applies column-parallel layers; `traced` and `products` are those of `ColumnParallelLinear`."""
-
-    tokens: TokenLayout
-    traced: Linears | None
-    products: Products
-
-
-def column_linears(x: Tensor, weights: Tensors, biases: Tensors, layer: ColumnParallel) -> Tensors:
-    """Apply several column-parallel linear layers to one input, which is gathered once, as is its gradient reduced.
-
-    `biases` has as many tensors as `weights`, or none. Torch traces `layer.traced` instead, if there is one.
-    """
-    if layer.traced is not None and is_traced(x):
-        return layer.traced(x, weights, biases)
-    return _ColumnLinears.apply(x, Split(layer.tokens, layer.products), len(weights), *weights, *biases)
 
 
 def column_products(x: Tensor, weights: Tensors, biases: Tensors, split: Split) -> list[Tensor]:
