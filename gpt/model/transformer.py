@@ -36,8 +36,7 @@ from parallel.tensor.layers import (
     RowParallelLinear,
     TokenDropout,
     VocabParallelEmbedding,
-    column_parallel_linear,
-    gather_columns,
+    gathered_linear,
 )
 from parallel.tensor.linear_cross_entropy import linear_cross_entropy
 from parallel.tensor.random_streams import own_random_stream
@@ -293,7 +292,7 @@ class GPT(nn.Module):
                 loss_scale=loss_scale,
                 softmax=self.softmax,
             )
-        logits = gather_columns(column_parallel_linear(x, weight, self.tokens), self.tokens.axis)
+        logits = gathered_linear(x, weight, self.tokens)
         if self.softmax.cap is not None:
             logits = capped(logits, self.softmax.cap).to(logits.dtype)
         own_logits = logits[:, :vocab_size].unflatten(0, (num_sequences, -1))

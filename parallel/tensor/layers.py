@@ -147,10 +147,13 @@ class VocabParallelEmbedding(nn.Module):
         return _Reduce.apply(rows.masked_fill_(is_elsewhere[:, None], 0), self.tokens)
 
 
-def column_parallel_linear(x: Tensor, weight: Tensor, tokens: TokenLayout) -> Tensor:
-    """Apply a column-parallel linear layer without a bias, (tokens of this rank, in) -> (all tokens, out / size)."""
+def gathered_linear(x: Tensor, weight: Tensor, tokens: TokenLayout) -> Tensor:
+    """Apply a linear layer without a bias, whose rows are divided, (tokens of this rank, in) -> (all tokens, out).
+
+    The result's gradient must be equal on all ranks.
+    """
     (y,) = _ColumnLinears.apply(x, Split(tokens, OWN_PRECISION), 1, weight)
-    return y
+    return _GatherColumns.apply(y, tokens.axis)
 
 
 class Split(NamedTuple):
@@ -215,11 +218,6 @@ def row_gradients(
     return of_x, of_weights, [whole.sum(0)] if needed[2] else []
 
 
-def gather_columns(own: Tensor, axis: Axis) -> Tensor:
-    """Gather (tokens, n) from every rank into (tokens, size * n). The result's gradient must be equal on all ranks."""
-    return _GatherColumns.apply(own, axis)
-
-
 class _ColumnLinears(torch.autograd.Function):
     """Linear layers that gather their input, and reduce its gradient while the weights' are computed."""
 
@@ -277,6 +275,8 @@ class _OnFirstRank(torch.autograd.Function):
 
 
 class _GatherColumns(torch.autograd.Function):
+    """The gather of (tokens, n) from every rank into (tokens, size * n)."""
+
     @staticmethod
     def forward(ctx: Any, own: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
