@@ -146,15 +146,6 @@ def test_ranks_that_fail_again_end_the_job_with_their_code(make_nodes):
     assert nodes.sizes(3) == []
 
 
-def test_a_node_that_fails_again_is_left_out(make_nodes):
-    nodes = make_nodes(3, "--max_failures=1")
-    nodes.wait_for(1, 3)
-    (nodes.folder / "end-1-1").write_text("1")
-    nodes.wait_for(2, 2)
-    (nodes.folder / "end").touch()
-    assert nodes.codes() == [0, 0, 0]
-
-
 def test_a_signal_to_one_agent_lets_all_ranks_of_its_node_end(make_nodes):
     nodes = make_nodes(1)
     nodes.wait_for(1, 1)

@@ -207,7 +207,7 @@ def test_the_first_rank_of_each_node_reports_it_and_all_ranks_have_the_verdict()
 
     with (
         mock.patch.object(preflight, "find_facts", own_facts),
-        mock.patch("parallel.store.shared_store", lambda: store),
+        mock.patch("parallel.store.shared_store", return_value=store),
     ):
         errors = errors_in_threads(check, "0123")
     assert errors == dict.fromkeys("0123", "preflight: n2: number of GPUs: 7, elsewhere 8")
