@@ -8,14 +8,11 @@ import pytest
 import torch
 
 from lab.measure import __main__ as measurement
-from lab.measure import bandwidth, device_kernels
-from lab.measure.cluster import ClusterSpec
+from lab.measure import bandwidth
 from parallel.errors import ConfigError
 from parallel.launch import preflight
 from parallel.mesh import Mesh
 from parallel.world import World, imitated_world
-from tests.programs import run_program
-from tests.ranks import run_ranks
 from tests.unit.parallel.launch.test_preflight import ALIKE
 
 
@@ -46,17 +43,3 @@ def test_nothing_is_measured_beside_something_else(monkeypatch, rank, tensor_siz
         measurement.measure(world, tensor_size)
     links = ["mesh", f"links {rank == 0}", "mesh"][: 1 + num_meshes]
     assert happened == [*links, "barrier", "device", "latency", "latency", "barrier", "sizes", "barrier", "kernels"]
-
-
-def test_a_job_measures_itself_and_writes_a_cluster_file(tmp_path):
-    path = tmp_path / "cluster.yaml"
-    words = "-m", "tests.unit.lab.measure.short_measurement", "--write", str(path), "--name", "two ranks"
-    run_ranks(2, run_program, *words, "--tensor_size", "1", init_process_group=False)
-    cluster = ClusterSpec.load(path)
-    measured = {curve.name for curve in cluster.collectives}
-    assert measured == {"all_reduce of 2", "all_gather of 2", "reduce_scatter of 2"}
-    assert cluster.device == "cpu"
-    assert cluster.attention_fraction > 0
-    assert len(cluster.kernels) == 2 * len(device_kernels.KERNELS)
-    assert (cluster.name, cluster.gpus_per_node) == ("two ranks", 2)
-    assert cluster.node_gb_per_second == pytest.approx(2 * cluster.intra_node_gb_per_second, rel=1e-3)
