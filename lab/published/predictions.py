@@ -84,7 +84,7 @@ def runs_as(row: Row, program: Program) -> tuple[ShallowRun, ShallowRun]:
 def of_program(run: ShallowRun, row: Row, program: Program) -> ShallowRun:
     """Return a dry run as the program would run it, with all micro-batches of the row."""
     kernels, events = as_program(run.kernels, run.events, program)
-    kernels = with_keys_of_a_context(kernels, row.context_parallel)
+    kernels = [with_keys_of_a_context(kernel, row.context_parallel) for kernel in kernels]
     if how := quantization_of(row):
         kernels, events = quantized(kernels, events, how)
         if row.fp8_gather:
