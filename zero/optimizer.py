@@ -31,7 +31,6 @@ from parallel.tensor.gradient_sums import GradientSums, set_deferred
 from parallel.tensor.split_parameters import split_dims
 from zero.buckets.bucket import Bucket
 from zero.buckets.parameter_chunks import ParameterChunks
-from zero.buckets.written_parameters import WrittenParameters
 from zero.engine import ZeroDataParallel
 from zero.memory.placement import Placement
 from zero.step.assembled_updates import assembled_updates
@@ -118,8 +117,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._unused = UnusedParameters(pieces.by_param, model.module, self.matrices, skips=skip_unused)
         self.grad_norm = GradNorm(pieces.owned, pieces.params, axes, split, scale, in_blocks=in_blocks)
         self._sums = self._deferred_sums()
-        self._groups = BucketGroups(self.buckets, self.matrices.buckets, model.offload)
-        self._written = WrittenParameters(flats, model.offload)
+        self._groups = BucketGroups(flats, self.buckets, self.matrices.buckets, model.offload)
         self._take_calls_of_inner()
         self._check_others()
         model.reducer.users.add(self, pieces.params)
@@ -275,13 +273,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
             bucket.params.wait_for_update()
         for flat in self._model.flats:
             flat.take_replaced()
-        for placement in Placement:
-            self._written.take(placement, self._groups.on(placement))
+        self._groups.take_written()
 
     def bytes_to_place(self, bucket: Bucket) -> int:
         """Return the memory that `place` would allocate on the accelerator, without the cast buffer."""
         needs_own_master = bucket.master.dtype != bucket.params.owned.dtype or bucket.params.placement is Placement.HOST
-        gradient = 0 if bucket.grads.persists else bucket.grads.group_shard.nbytes  # else a part of the full gradients
+        # Full gradients that persist have it already.
+        gradient = 0 if bucket.grads.path.persists else bucket.grads.group_shard.nbytes
         moments = self._bucketed.state_bytes(self.pieces_of(bucket))
         return moments + bucket.master.nbytes * needs_own_master + gradient
 
@@ -312,8 +310,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             return found
         for sums in set_deferred(self._model.module, True):
             summed = self._pieces.params.intersection(sums.params)
-            owned = self._pieces.owned.items()
-            found.append((sums, [(bucket, part) for bucket, own in owned for param, part in own if param in summed]))
+            owned = ((bucket, part) for bucket, parts in self._pieces.owned.items() for part in parts)
+            found.append((sums, [(bucket, part.elements) for bucket, part in owned if part.param in summed]))
         return found
 
     def _check_others(self) -> None:
@@ -350,7 +348,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         yield gathers
         # A backward whose forward has run before this update must raise, as in torch.
         torch.autograd.graph.increment_version(self._pieces.params)
-        self._written.restart()
+        self._groups.expect_equal()
         self._model.measure_weights()
         gathers.finish(self._pieces.flats, overlaps=self._model.config.overlap_gather)
 

@@ -5,7 +5,6 @@ If the buffer is transient, only its owned shards stay allocated, and the full b
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from enum import Enum
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +13,8 @@ from parallel.autograd_internals import DisableTorchFunction, forbid_writes
 from parallel.memory_kinds import TensorKind, tagged
 from parallel.mesh import Axis, Work
 from parallel.torch_internals import are_the_same_elements
-from zero.buckets.bucket import Bucket, GradShard, ParamShard, take_changed
-from zero.buckets.full_gradients import BucketRanges
+from zero.buckets.bucket import Bucket, ParamShard, take_changed
+from zero.buckets.grad_shard import BucketRanges, GradShard
 from zero.buckets.guarded_parameter import ParameterGuard, set_raw_data
 from zero.buckets.weight_codes import BucketCodes, Stretch, WeightScales
 from zero.memory.placement import Offload
@@ -24,14 +23,6 @@ from zero.memory.streams import SideStream
 from zero.partition.config import ZeroConfig
 from zero.partition.layout import BucketRange, Layout, cut, overlap, real_shape
 from zero.partition.stage import Levels, Lifetime
-
-
-class FullState(Enum):
-    """The state of the full buffer, and of the parameters, which are views of it."""
-
-    SHARDED = "only owned shards are allocated, and the parameters have no values"
-    UNSHARDING = "the full buffer is allocated, and all-gathers are filling it"
-    UNSHARDED = "the full buffer holds every parameter"
 
 
 @dataclass(frozen=True)
@@ -105,9 +96,9 @@ class FlatParameters:
             stretches = list(self.stretches(bucket.elements))
             bucket.params.codes = BucketCodes(context.scales, stretches, bucket.elements, bucket.group_shard)
         self._is_exact = True  # the full buffer has no values that codes stand for
-        self._gathers: list[Work] = []
+        self._gathers: list[Work] = []  # that are filling the full buffer
         self._updates: dict[nn.Parameter, list[Work]] = {}  # gathers of updated values that nobody has waited for
-        self._state = FullState.UNSHARDED
+        self.is_sharded = False  # the full buffer is freed, and the parameters, which are views of it, have no values
         self.reshard()
 
     @property
@@ -129,29 +120,23 @@ class FlatParameters:
         """The bytes that unsharding allocates: the full buffer, and codes until they are decoded."""
         return self.full.numel() * (self.full.element_size() + self.is_coded)
 
-    @property
-    def is_sharded(self) -> bool:
-        """True if the full buffer is freed: `start_unshard` would launch all-gathers."""
-        return self._state is FullState.SHARDED
-
     def start_unshard(self, *, exact: bool = False) -> None:
         """Allocate the full buffer and launch its all-gathers, if it is sharded; with `exact`, not of codes."""
         if self.is_sharded:
             restore_storage(self.full)
             self._gathers = [bucket.params.all_gather(exact=exact) for bucket in self.buckets]
-            self._state, self._is_exact = FullState.UNSHARDING, exact or not self.is_coded
+            self.is_sharded, self._is_exact = False, exact or not self.is_coded
 
     def unshard(self) -> None:
         """Make the parameters readable by what is launched after this."""
         self.wait_for_updates()
         self.start_unshard()
-        if self._state is FullState.UNSHARDING:
+        if self._gathers:
             self._wait_for_gathers()
             for param, view in self._views.items():
                 self._guard.guard(param)  # first: the data of a watched parameter cannot be set
                 set_raw_data(param, view)
             self._versions = self.versions()
-            self._state = FullState.UNSHARDED
 
     def read_exactly(self) -> None:
         """Gather again what came as codes: for readers that are no products in FP8. It must be unsharded."""
@@ -212,7 +197,7 @@ class FlatParameters:
         if self.lifetime is Lifetime.PERSISTENT or self.is_sharded:
             return
         self.take_replaced()
-        if self._state is FullState.UNSHARDING:
+        if self._gathers:
             self._wait_for_gathers()  # before the memory that they write is freed
         elif self._versions != self.versions():
             self._check_exact()
@@ -222,7 +207,7 @@ class FlatParameters:
             set_raw_data(param, placeholder)
             self._guard.watch(param)
         free_storage(self.full)
-        self._state = FullState.SHARDED
+        self.is_sharded = True
 
     def watch_reads(self, is_watched: bool) -> None:
         """Have reads of transient parameters reported while they are unsharded, or stop, and keep what was written."""
@@ -300,15 +285,11 @@ class FlatParameters:
         exposed = self._guard.exposed
         return [object() if exposed and param in exposed else param._version for param in self._views]
 
-    def params_in(self, elements: range) -> Iterator[tuple[nn.Parameter, range]]:
-        """Iterate over the parameters that have some of these elements of the buffer, each with its own."""
-        return ((stretch.param, stretch.elements) for stretch in self.stretches(elements))
-
     def _bucket(self, bucket: BucketRange, context: FlatContext) -> Bucket:
         elements, levels = bucket.elements, context.levels
         group_shard, shard = bucket.group_shard(levels.inner.rank), bucket.shard(levels.owners.rank)
-        parts, gaps = dict(self.params_in(elements)), list(self.layout.gaps(elements))
-        ranges = BucketRanges(elements, group_shard, shard, parts, gaps)
+        parts = {stretch.param: stretch.elements for stretch in self.stretches(elements)}
+        ranges = BucketRanges(elements, group_shard, shard, parts, list(self.layout.gaps(elements)))
         full = cut(self.full, elements)
         params = ParamShard(full, ranges, levels, context.offload, self.lifetime, context.gather_stream)
         grads = None
@@ -331,6 +312,7 @@ class FlatParameters:
     def _wait_for_gathers(self) -> None:
         for gather in self._gathers:
             gather.wait()
+        self._gathers = []
 
 
 def absent(like: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from parallel.errors import ConfigError
 from parallel.mesh import Axis
 from zero.buckets.chunked_tensor import Chunk, ChunkedTensor
 from zero.buckets.flat import FlatParameters
-from zero.partition.layout import rectangles
+from zero.partition.layout import rectangles, shifted
 
 
 class ParameterChunks:
@@ -33,7 +33,7 @@ class ParameterChunks:
         for flat in flats:
             for bucket in flat.buckets:
                 for span, own in flat.layout.spans_in(bucket.shard):
-                    elements = range(own.start - span.elements.start, own.stop - span.elements.start)
+                    elements = shifted(own, span.elements.start)
                     parts[span.name].append((elements, bucket.owned_part(bucket.master, own)))
         return {name: self.cut(name, parts[name], dtypes[name]) for name in parts}
 

@@ -11,6 +11,7 @@ from parallel.autograd_internals import foreach_norm
 from parallel.memory_kinds import TensorKind, allocating
 from parallel.mesh import Axis
 from zero.buckets.bucket import Bucket
+from zero.buckets.weight_codes import Stretch
 from zero.memory.placement import Placement
 from zero.partition.layout import NORM_BLOCK, real_shape
 from zero.step.block_sums import CHUNK_NUMEL as BLOCKS_CHUNK
@@ -28,13 +29,13 @@ class GradNorm:
     Along the shard axis, each element has one owner. Along the tensor axis, which cuts the model, the parameters that
     are not in `split` are replicated, and only the first tensor rank counts them.
 
-    `owned` lists, for each bucket, the parameters in this rank's shard, each with its elements of the flat buffer.
+    `owned` lists, for each bucket, the parts of parameters in this rank's shard.
     `axes` are the shard axis and the tensor axis. `in_blocks`: with bits that do not depend on who owns an element.
     """
 
     def __init__(
         self,
-        owned: Mapping[Bucket, Sequence[tuple[nn.Parameter, range]]],
+        owned: Mapping[Bucket, Sequence[Stretch]],
         params: Set[nn.Parameter],
         axes: tuple[Axis, Axis],
         split: Set[nn.Parameter],
@@ -46,7 +47,7 @@ class GradNorm:
         num_blocks = axes[1].size * sum(2 + real_shape(param).numel() // NORM_BLOCK for param in params)
         self._num_blocks = num_blocks if in_blocks else None
         counted = params if axes[1].rank == 0 else params & split
-        self._counted = {bucket: [part for part in parts if part[0] in counted] for bucket, parts in owned.items()}
+        self._counted = {bucket: [part for part in parts if part.param in counted] for bucket, parts in owned.items()}
         self._dtype = reduce(torch.promote_types, {bucket.master.dtype for bucket in owned}, torch.float32)
         self._counts_whole = {bucket for bucket, parts in owned.items() if len(parts) == len(self._counted[bucket])}
 
@@ -79,7 +80,7 @@ class GradNorm:
         for bucket, parts in self._counted.items():
             grads = [bucket.grads.owned]  # the whole shard: its padding is zero
             if bucket not in self._counts_whole:
-                grads = [bucket.owned_part(bucket.grads.owned, part) for _, part in parts]
+                grads = [bucket.owned_part(bucket.grads.owned, part.elements) for part in parts]
             for grad in grads:
                 chunks = grad.split(CHUNK_NUMEL) if grad.device.type == "cpu" else (grad,)
                 yield from ((bucket.optimizer_placement, chunk) for chunk in chunks)
@@ -89,10 +90,10 @@ class GradNorm:
         layers = {param: layer_of(name) for name, param in module.named_parameters()}
         numbers = {layer: number for number, layer in enumerate(dict.fromkeys(layers.values()))}
         chunks = (
-            (numbers[layers[param]], chunk)
+            (numbers[layers[part.param]], chunk)
             for bucket, parts in self._counted.items()
-            for param, part in parts
-            for chunk in bucket.owned_part(bucket.grads.owned, part).split(CHUNK_NUMEL)
+            for part in parts
+            for chunk in bucket.owned_part(bucket.grads.owned, part.elements).split(CHUNK_NUMEL)
         )
         if self._num_blocks is not None:
             return dict(zip(numbers, self._over_blocks(chunks, len(numbers)), strict=True))

@@ -123,7 +123,7 @@ def test_groups_with_foreign_or_repeated_parameters_are_refused():
     foreign = nn.Parameter(torch.zeros(5))
     with pytest.raises(ValueError, match=r"group 1 has a tensor of shape \(5,\) not of this model"):
         ZeroOptimizer(model, torch.optim.SGD, [{"params": [module.weight]}, {"params": [foreign]}])
-    with pytest.raises(ValueError, match=r"shape \(2,\) is in groups 0 and 1"):
+    with pytest.raises(ValueError, match="in more than one parameter group"):
         ZeroOptimizer(model, torch.optim.SGD, [{"params": [module.bias]}, {"params": [module.bias]}])
 
 

@@ -60,7 +60,7 @@ def test_what_is_replicated_along_the_tensor_axis_is_counted_by_its_first_rank(r
     model, optimizer, grads = reduced(scale=1.0)
     tensor = LonelyAxis("tensor", 2, rank, CommLog())
     names = dict(model.module.named_parameters())
-    owned = {bucket: list(flat.params_in(bucket.shard)) for flat in model.flats for bucket in flat.buckets}
+    owned = {bucket: list(flat.stretches(bucket.shard)) for flat in model.flats for bucket in flat.buckets}
     norm = GradNorm(
         owned, set(names.values()), (Axis.trivial("shard"), tensor), {names["1.weight"]}, optimizer.loss_scale.scale
     )
