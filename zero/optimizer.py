@@ -34,7 +34,7 @@ from zero.buckets.parameter_chunks import ParameterChunks
 from zero.engine import ZeroDataParallel
 from zero.memory.placement import Placement
 from zero.step.assembled_updates import assembled_updates
-from zero.step.bucket_groups import BucketGroups, PublishedGathers
+from zero.step.bucket_groups import BucketGroups
 from zero.step.bucketed_optimizer import BucketedOptimizer
 from zero.step.grad_norm import GradNorm
 from zero.step.loss_scale import LossScale, SkippedSteps
@@ -200,8 +200,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             if not self._bucketed.skips_by_itself and bool(skipped):  # the host waits for the device
                 self._bucketed.skip_round()
             else:
-                with self._publishing() as gathers:
-                    self._update_all(coefficient, skipped, gathers)
+                with self._publishing():
+                    self._update_all(coefficient, skipped)
         self.loss_scale.note(found_inf)
         if self._release():
             model.planner.after_update(axes, self.buckets, self.bytes_to_place, self.place)
@@ -337,20 +337,19 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return is_last
 
     @contextmanager
-    def _publishing(self) -> Iterator[PublishedGathers]:
+    def _publishing(self) -> Iterator[None]:
         """Let the owned pieces be written inside this context, in which the gathers of all buckets are launched."""
         # First, on the stream that has used the full buffers: freed on a side stream, their memory would return to that
         # stream's part of the allocator.
         for flat in self._pieces.flats:
             flat.reshard()
         self.take_changes()
-        gathers = PublishedGathers(self._model.offload)
-        yield gathers
+        yield
         # A backward whose forward has run before this update must raise, as in torch.
         torch.autograd.graph.increment_version(self._pieces.params)
         self._groups.expect_equal()
         self._model.measure_weights()
-        gathers.finish(self._pieces.flats, overlaps=self._model.config.overlap_gather)
+        self._groups.finish_publishing(overlaps=self._model.config.overlap_gather)
 
     @torch.no_grad()
     def _set_mode(self, method: weakref.WeakMethod[Callable[[], object]], name: str) -> None:
@@ -359,14 +358,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         assert call is not None
         if all(group.get("train_mode") is (name == "train") for group in self.param_groups):
             return  # the parameters have these values already
-        with self._publishing() as gathers:
+        with self._publishing():
             self._groups.let_host_use()  # it writes what may still be copied from it
             with self._bucketed.with_pieces():
                 call()
             for bucket in self.buckets:
-                gathers.launch(bucket)
+                self._groups.publish(bucket)
 
-    def _update_all(self, coefficient: Tensor, skip: Tensor, gathers: PublishedGathers) -> None:
+    def _update_all(self, coefficient: Tensor, skip: Tensor) -> None:
         self.matrices.begin()  # before the round, which reads the counters of the groups
         self._bucketed.begin_round()
         offload = self._model.offload
@@ -377,7 +376,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for buckets in self._groups_in_order(scales, with_matrices=False):
             self._update(buckets, scales)
             for bucket in buckets:
-                gathers.launch(bucket)
+                self._groups.publish(bucket)
         self._bucketed.set_flag(skip)
         self.matrices.compute()
         for is_last in self.matrices.returned():
@@ -385,7 +384,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 for bucket in buckets:
                     self.matrices.apply(bucket)
                     if is_last:
-                        gathers.launch(bucket)
+                        self._groups.publish(bucket)
         self.matrices.end()
         self._bucketed.end_round()
 

@@ -5,6 +5,7 @@ If the buffer is transient, only its owned shards stay allocated, and the full b
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +48,13 @@ class FlatContext:
         return self.param_dtype or own if param.is_floating_point() else own
 
 
+class Views(NamedTuple):
+    """What a parameter refers to: its part of the full buffer, and a placeholder while that is freed."""
+
+    full: Tensor
+    sharded: Tensor
+
+
 class FlatParameters:
     """Parameters of one dtype, all trainable or all frozen, as views of one flat buffer that is cut into buckets.
 
@@ -72,14 +80,16 @@ class FlatParameters:
         full = first.new_zeros(self.layout.numel, dtype=context.dtype_of(first), device=context.offload.device)
         self.full = tagged(TensorKind.PARAMETERS, full)
         self._param_of = dict(zip(self.layout.spans, params.values(), strict=True))
-        self._views = {param: s.view(full, as_complex=first.is_complex()) for s, param in self._param_of.items()}
-        placeholder = absent(self._views[self.params[0]])
-        self._placeholders = {param: placeholder.expand(param.shape) for param in self._views}
+        placeholder = absent(self.layout.spans[0].view(full, as_complex=first.is_complex()))
+        self._views = {
+            param: Views(s.view(full, as_complex=first.is_complex()), placeholder.expand(param.shape))
+            for s, param in self._param_of.items()
+        }
         shards = [bucket.shard(levels.owners.rank) for bucket in self.layout.buckets]
         is_cast = first.dtype.to_real() is not full.dtype and params[next(iter(params))].requires_grad
         masters = [full.new_zeros(len(shard), dtype=first.dtype) for shard in shards if is_cast]
         for span, param in self._param_of.items():
-            values, view = values_of(param), self._views[param]
+            values, view = values_of(param), self._views[param].full
             view.copy_(values)
             for shard, master in zip(shards, masters, strict=False):
                 if owned := overlap(span.elements, shard):
@@ -133,9 +143,9 @@ class FlatParameters:
         self.start_unshard()
         if self._gathers:
             self._wait_for_gathers()
-            for param, view in self._views.items():
+            for param, views in self._views.items():
                 self._guard.guard(param)  # first: the data of a watched parameter cannot be set
-                set_raw_data(param, view)
+                set_raw_data(param, views.full)
             self._versions = self.versions()
 
     def read_exactly(self) -> None:
@@ -202,9 +212,9 @@ class FlatParameters:
         elif self._versions != self.versions():
             self._check_exact()
             self.keep_writes()
-        for param, placeholder in self._placeholders.items():
+        for param, views in self._views.items():
             self._guard.guard(param)
-            set_raw_data(param, placeholder)
+            set_raw_data(param, views.sharded)
             self._guard.watch(param)
         free_storage(self.full)
         self.is_sharded = True
@@ -222,8 +232,8 @@ class FlatParameters:
     def unwrap(self, device: torch.device | None) -> None:
         """Give the parameters their values in memory of their own. They must be unsharded."""
         self.take_replaced()
-        for param, view in self._views.items():
-            set_raw_data(param, view.to(device or view.device, copy=True))
+        for param, views in self._views.items():
+            set_raw_data(param, views.full.to(device or self.full.device, copy=True))
             self._guard.release(param)
         free_storage(self.full)
 
@@ -235,7 +245,7 @@ class FlatParameters:
     @torch.no_grad()
     def replace(self, param: nn.Parameter, values: Tensor) -> None:
         """Let a parameter, which must be unsharded, refer to a copy of `values`, or to the buffer if they are there."""
-        view = self._views[param]
+        view = self._views[param].full
         self._guard.replaced.discard(param)
         if not are_the_same_elements(values, view):
             view = torch.empty_like(view).copy_(values)
@@ -248,7 +258,7 @@ class FlatParameters:
         """Copy the values of replaced parameters to the buffer, of which they become views again."""
         for param in [param for param in self._guard.replaced if param in self._views]:
             with DisableTorchFunction():
-                set_raw_data(param, self._views[param].copy_(param))
+                set_raw_data(param, self._views[param].full.copy_(param))
             torch.autograd.graph.increment_version(param)
             self._guard.replaced.discard(param)
 
@@ -264,7 +274,7 @@ class FlatParameters:
     def assign(self, param: nn.Parameter, data: Axis) -> None:
         """Broadcast the values of `param` on the first rank of `data`, and update the shards; it must be unsharded."""
         self.take_replaced()
-        data.broadcast(self._views[param]).wait()
+        data.broadcast(self._views[param].full).wait()
         of_param = next(span.elements for span, owner in self._param_of.items() if owner is param)
         for bucket in self.buckets:
             if elements := overlap(of_param, bucket.group_shard):

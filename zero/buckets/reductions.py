@@ -249,24 +249,18 @@ class Reductions:
             outer.all_gather(part, out=total).wait()
 
     def _take(self, grads: GradShard, is_last: bool) -> None:
-        """Add a shard of the message to what its owner has."""
+        """Add a shard of the message to what its owner has, in host memory together with the sum that is there."""
         values, out, scale = grads.message_shard, grads.group_shard, self._scale_after(grads)
         adds, has_groups = grads.held is Held.SUM, grads.path.has_groups
         if has_groups and is_last:
             values, out, adds = grads.message_owned, grads.owned, False  # the message has the sum already
         elif has_groups:
             scale = 1.0
-        if grads.placement is Placement.HOST:
-            self._send_to_host(grads, values, out, scale, adds=adds, is_last=is_last)
-        else:
+        if grads.placement is Placement.ACCELERATOR:
             grads.accumulate(values, out, scale, adds=adds)
             if is_last:
                 grads.add_earlier(out)
-
-    def _send_to_host(
-        self, grads: GradShard, values: Tensor, out: Tensor, scale: float, *, adds: bool, is_last: bool
-    ) -> None:
-        """Copy reduced gradients to the host, with the sum that earlier micro-batches left there."""
+            return
         total, cast = values, None
         if grads.path.casts_for_host:
             cast = self.host_staging.take(grads.path.types.accumulate)

@@ -32,6 +32,7 @@ class BucketGroups:
         """`with_matrices`: the buckets whose update ends after the exchange of matrices; they are apart from others."""
         self._flats, self.buckets, self._with_matrices, self._offload = flats, buckets, with_matrices, offload
         self._versions: dict[FlatParameters, list[object]] = {}  # when master weights and parameters were equal
+        self._published: dict[Bucket, Work] = {}  # gathers of updated parameters that nobody has waited for
         self._limit = max(len(bucket.elements) for bucket in buckets) // GROUPED_SHARE
         self.regroup()
 
@@ -88,6 +89,38 @@ class BucketGroups:
         foreach_copy_(copies, grads)
         return copies
 
+    def publish(self, bucket: Bucket) -> None:
+        """Copy master weights to the owned parameters, wherever either is placed, and all-gather what was updated."""
+        params, master = bucket.params, bucket.master
+        if bucket.optimizer_placement is params.placement:
+            params.owned.copy_(master)  # returns early if both are the same memory
+            gather = params.all_gather_updated(exact=False)
+        elif bucket.optimizer_placement is Placement.HOST:
+            publish = partial(params.all_gather_updated, exact=False)
+            gather = self._offload.to_accelerator(master, params.owned, publish)
+        else:
+            copied = self._offload.to_host(master.to(params.owned.dtype), params.owned)
+            gather = Work(params.all_gather_updated(exact=False).wait, copied.wait)
+        self._published[bucket] = gather
+
+    def finish_publishing(self, *, overlaps: bool) -> None:
+        """Wait for the gathers; with `overlaps`, the first module that reads parameters that persist waits for them.
+
+        Codes are sent now, with the scales of the new values.
+        """
+        published, self._published = self._published, {}
+        for flat in self._flats:
+            gathers = {bucket: published[bucket] for bucket in flat.buckets if bucket in published}
+            if flat.is_coded and flat.lifetime is Lifetime.PERSISTENT:
+                for gather in gathers.values():
+                    gather.wait()
+                gathers = flat.gather_codes(gathers)
+            if overlaps and flat.lifetime is Lifetime.PERSISTENT:
+                flat.let_updates_run(gathers)
+            else:
+                for gather in gathers.values():
+                    gather.wait()
+
     def _copied_flats(self) -> Iterator[FlatParameters]:
         """Iterate over the buffers of which master weights are copies."""
         return (flat for flat in self._flats if any(bucket.master_may_be_outdated for bucket in flat.buckets))
@@ -104,45 +137,6 @@ class BucketGroups:
                 groups.append([bucket])
             last_kind = kind
         return groups
-
-
-class PublishedGathers:
-    """The all-gathers of updated parameters: launched while the next buckets are updated, and waited for afterwards."""
-
-    def __init__(self, offload: Offload):
-        self._offload = offload
-        self._launched: dict[Bucket, Work] = {}
-
-    def launch(self, bucket: Bucket) -> None:
-        """Copy master weights to the owned parameters, wherever either is placed, and all-gather what was updated."""
-        params, master = bucket.params, bucket.master
-        if bucket.optimizer_placement is params.placement:
-            params.owned.copy_(master)  # returns early if both are the same memory
-            gather = params.all_gather_updated(exact=False)
-        elif bucket.optimizer_placement is Placement.HOST:
-            publish = partial(params.all_gather_updated, exact=False)
-            gather = self._offload.to_accelerator(master, params.owned, publish)
-        else:
-            copied = self._offload.to_host(master.to(params.owned.dtype), params.owned)
-            gather = Work(params.all_gather_updated(exact=False).wait, copied.wait)
-        self._launched[bucket] = gather
-
-    def finish(self, flats: Iterable[FlatParameters], *, overlaps: bool) -> None:
-        """Wait for the gathers; with `overlaps`, the first module that reads parameters that persist waits for them.
-
-        Codes are sent now, with the scales of the new values.
-        """
-        for flat in flats:
-            gathers = {bucket: self._launched[bucket] for bucket in flat.buckets if bucket in self._launched}
-            if flat.is_coded and flat.lifetime is Lifetime.PERSISTENT:
-                for gather in gathers.values():
-                    gather.wait()
-                gathers = flat.gather_codes(gathers)
-            if overlaps and flat.lifetime is Lifetime.PERSISTENT:
-                flat.let_updates_run(gathers)
-            else:
-                for gather in gathers.values():
-                    gather.wait()
 
 
 def _owned_numel(buckets: Iterable[Bucket]) -> int:

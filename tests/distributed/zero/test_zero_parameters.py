@@ -11,7 +11,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from parallel.mesh import Axis, Mesh
 from tests.ranks import run_ranks
-from tests.scenarios import WIDTH, Run, scenario
 from tests.twins import ALL_STAGES, Twins, assert_same_bits, check_all, configs, params_of
 from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
@@ -70,30 +69,6 @@ def check_every_kind_of_parameter(config: ZeroConfig) -> None:
 def test_ranks_start_alike_and_train_every_kind_of_parameter(data_size):
     checks = [check_ranks_start_alike, check_every_kind_of_parameter]
     run_ranks(data_size, check_all, checks, configs(*ALL_STAGES, bucket_numel=[20, None]))
-
-
-class Containers(nn.Module):
-    """Blocks in lists and dicts, which are never called themselves. Two of the blocks share a weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pairs = nn.ModuleList(nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2)) for _ in range(2))
-        self.named = nn.ModuleList(
-            nn.ModuleDict({"up": nn.Linear(WIDTH, WIDTH), "down": nn.Linear(WIDTH, WIDTH)}) for _ in range(2)
-        )
-        self.pairs[0][1].weight = self.pairs[0][0].weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        for first, second in self.pairs:
-            x = second(first(x).tanh())
-        for layer in self.named:
-            x = layer["down"](layer["up"](x).tanh())
-        return x
-
-
-@scenario()
-def test_lists_and_dicts_of_blocks_train(run: Run) -> None:
-    run.train_module(Containers())
 
 
 @pytest.mark.parametrize("stage", ALL_STAGES)
