@@ -30,7 +30,7 @@ from parallel.mesh import Axis
 from parallel.tensor.gradient_sums import GradientSums, set_deferred
 from parallel.tensor.split_parameters import split_dims
 from zero.buckets.bucket import Bucket
-from zero.buckets.parameter_chunks import ParameterChunks
+from zero.buckets.chunked_tensor import ParameterChunks
 from zero.engine import ZeroDataParallel
 from zero.memory.placement import Placement
 from zero.step.assembled_updates import assembled_updates
@@ -38,10 +38,9 @@ from zero.step.bucket_groups import BucketGroups
 from zero.step.bucketed_optimizer import BucketedOptimizer
 from zero.step.grad_norm import GradNorm
 from zero.step.loss_scale import LossScale, SkippedSteps
-from zero.step.pieces import OwnedPieces, OwnedState, Piece, as_groups, check_class
+from zero.step.pieces import OwnedPieces, OwnedState, Piece, UnusedParameters, as_groups, check_class
 from zero.step.probe import probe_atoms
 from zero.step.state_dict import REMEDY, load_state_dict, state_dict
-from zero.step.unused import UnusedParameters
 
 Scales = dict[Placement, tuple[Tensor, ...]]  # (clip coefficient, flag of a skipped step) in each memory
 
@@ -114,7 +113,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.matrices = assembled_updates(
             self.inner, model.module, pieces, divided, model.offload, one_by_one=in_blocks
         )
-        self._unused = UnusedParameters(pieces.by_param, model.module, self.matrices, skips=skip_unused)
+        assembles = bool(self.matrices.buckets)
+        self._unused = UnusedParameters(pieces, model.module, skips=skip_unused, assembles=assembles)
         self.grad_norm = GradNorm(pieces.owned, pieces.params, axes, split, scale, in_blocks=in_blocks)
         self._sums = self._deferred_sums()
         self._groups = BucketGroups(flats, self.buckets, self.matrices.buckets, model.offload)

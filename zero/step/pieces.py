@@ -1,6 +1,7 @@
 """The pieces of parameters that this rank owns: the parameters of its torch optimizer."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from parallel.errors import ConfigError
 from parallel.mesh import Axis
 from zero.buckets.bucket import Bucket
 from zero.buckets.flat import FlatParameters
@@ -145,6 +147,45 @@ class OwnedPieces:
                 found.append(Piece(view, in_shard, self.group_of[param], span.name, in_param))
                 self.by_param[param].append(found[-1])
         return found
+
+
+class UnusedParameters:
+    """A filter of what is updated: if it `skips`, without what no rank used, else all, with a warning once."""
+
+    def __init__(self, pieces: OwnedPieces, module: nn.Module, *, skips: bool, assembles: bool):
+        """Raise ConfigError if it `skips`, and the optimizer `assembles` pieces to matrices."""
+        if skips and assembles:
+            raise ConfigError(
+                "skip_unused=True of ZeroOptimizer cannot leave out parts of whole matrices; choose False"
+            )
+        self._pieces, self._skips = pieces, skips
+        self._names = {param: name for name, param in module.named_parameters() if param in pieces.params}
+        self._warns, self._unused = not skips, frozenset[Piece]()
+
+    def find(self, used: Set[nn.Parameter], axes: Sequence[Axis], device: torch.device) -> None:
+        """Find what was not used, given the parameters of which this rank has got a gradient in this step.
+
+        If it `skips`, all ranks along `axes` call it, and the host waits for the answers of the others.
+        """
+        if self._warns and not used >= self._pieces.params:
+            self._warns = False
+            unused = [name for param, name in self._names.items() if param not in used]
+            warnings.warn(
+                f"{len(unused)} of {len(self._names)} parameters, such as {unused[0]}, got no gradient on this rank, "
+                "where it counts as zero: weight decay and momentum change those that no rank has used; choose "
+                "ZeroOptimizer(skip_unused=True) not to update them",
+                stacklevel=5,  # the caller of `ZeroOptimizer.step`
+            )
+        if self._skips:
+            num_users = torch.tensor([param in used for param in self._names], dtype=torch.int32, device=device)
+            for axis in axes:
+                axis.all_reduce(num_users, out=num_users).wait()
+            unused_params = (param for param, num in zip(self._names, num_users.tolist(), strict=True) if not num)
+            self._unused = frozenset(piece for param in unused_params for piece in self._pieces.by_param[param])
+
+    def without(self, pieces: Sequence[Piece]) -> Sequence[Piece]:
+        """Return the pieces that are updated."""
+        return [piece for piece in pieces if piece not in self._unused] if self._unused else pieces
 
 
 def locate(inner: Any, places: Mapping[nn.Parameter, WholePlace]) -> None:
