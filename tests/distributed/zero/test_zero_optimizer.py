@@ -26,7 +26,7 @@ from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
 from zero.partition.config import ZeroConfig
 from zero.state.checkpoint import Saver, load, save
-from zero.state.owned_state import common_state, owned_state
+from zero.state.rank_state import RankState
 from zero.step import bucket_groups
 from zero.step.grad_norm import layer_of
 from zero.step.loss_scale import LossScale
@@ -63,7 +63,8 @@ def train_fp16(
 
 
 def all_state(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> dict[str, Tensor]:
-    return owned_state(model, optimizer) | common_state(model, optimizer)
+    state = RankState(model, optimizer)
+    return state.owned() | state.common()
 
 
 def check_overflows_leave_no_trace(optimizer: Optimizer, stages: list[int]) -> None:
