@@ -150,6 +150,7 @@ def deepspeed(name: str, model: nn.Module, terms: Terms, *, stage: int, offloads
     return Contender(name, engine, engine.step, backward=engine.backward)
 
 
+ON_HOST = OffloadConfig("host")
 CONTENDERS: dict[str, Callable[[str, nn.Module, Terms], Contender]] = {
     "ddp-default": partial(ddp, fused=None),
     "ddp-fused": ddp,
@@ -167,10 +168,10 @@ CONTENDERS: dict[str, Callable[[str, nn.Module, Terms], Contender]] = {
     "zero-1-recomputed": partial(recomputed, stage=1),
     "zero-2": partial(zero, stage=2),
     "zero-2-layout": partial(same_bits, stage=2),
-    "zero-2-offload": partial(zero, stage=2, offload=OffloadConfig("host")),
+    "zero-2-offload": partial(zero, stage=2, offload=ON_HOST),
     "zero-3": partial(zero, stage=3),
     "zero-3-layout": partial(same_bits, stage=3),
-    "zero-3-offload": partial(zero, stage=3, offload=OffloadConfig("host")),
+    "zero-3-offload": partial(zero, stage=3, offload=ON_HOST),
 }
 
 

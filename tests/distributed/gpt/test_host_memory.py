@@ -19,7 +19,7 @@ from parallel.world import World
 from tests.ranks import run_ranks
 from zero.memory import placement
 from zero.memory.placement import Placement, host_allocator
-from zero.state.owned_state import owned_state
+from zero.state.rank_state import RankState
 from zero.state.resident import resident_states
 from zero.state.writer import HostCopies
 
@@ -51,7 +51,7 @@ def forecast_and_use(arguments: list[str]) -> list[tuple[float, float]]:
         num_micro_batches = settings.train.num_micro_batches(mesh.data.size)
         train_step(state.model, state.optimizer, [torch.randint(300, (2, 17))] * num_micro_batches, mesh)
     states = resident_states(state.model, state.optimizer, Placement.HOST)
-    copies = HostCopies(state.device).take(owned_state(state.model, state.optimizer))
+    copies = HostCopies(state.device).take(RankState(state.model, state.optimizer).owned())
     if state.model.replica_axis.rank:
         copies = {}
     checkpoints = 0

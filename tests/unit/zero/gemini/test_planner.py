@@ -19,7 +19,7 @@ from zero.gemini.planner import PlacementPlanner, UnitOrders, choose_units, plac
 from zero.gemini.recorder import UPDATE, Moment
 from zero.memory.placement import NO_OFFLOAD, Offload, OffloadConfig, Placement
 from zero.optimizer import ZeroOptimizer
-from zero.order.execution_order import ExecutionOrder
+from zero.order.orders import ExecutionOrder
 from zero.partition.config import ZeroConfig
 from zero.units.unit import Unit
 
