@@ -29,7 +29,7 @@ def nodes() -> Iterator[list[Node]]:
 
 
 def test_bytes_inside_and_between_nodes_are_the_formulas_and_groups_send_between_them_once_a_step(nodes):
-    rows = {(row["layout"], row["micro_batches"]): row for row in measure(nodes, num_steps=3)}
+    rows = {(row["layout"], row["micro_batches"]): row for row in measure(nodes, "--steps", "3")}
     assert set(rows) == {(layout, num) for layout in LAYOUTS for num in MICRO_BATCHES}
     for row in rows.values():
         assert [row["inside"], row["between"]] == pytest.approx(row["formula"], rel=0.02), row
