@@ -14,8 +14,7 @@ from parallel.errors import ConfigError, check_type
 from parallel.mesh import Axis
 from parallel.torch_internals import FakeTensor, storage_id
 from zero.buckets.guarded_parameter import GuardedParameter
-from zero.fp8.convert import scaled_weights
-from zero.fp8.scaling import RECIPES, Blocks
+from zero.fp8.scaling import RECIPES, Blocks, scaled_weights
 from zero.memory.placement import OffloadConfig
 from zero.order.agreement import check_same_module
 from zero.partition.config import ZeroConfig
@@ -85,7 +84,7 @@ def coded_weights(module: nn.Module, config: ZeroConfig) -> dict[nn.Parameter, B
     """Return the blocks of the weights that are gathered in FP8. Raises ConfigError if the module has none."""
     if config.gather_dtype is None:
         return {}
-    found = {param: RECIPES[products.recipe] for _, param, products in scaled_weights(module)}
+    found = {param: RECIPES[recipe] for _, param, recipe in scaled_weights(module)}
     if coded := {param: row.weight for param, row in found.items() if row.same_transposed}:
         return coded
     read = "multiplies by recipes that quantize a weight and its transpose apart" if found else "reads no weight in FP8"
