@@ -40,8 +40,7 @@ from zero.torch_ranks import AxisLike, as_axis
 from zero.units.access import UnitAccess
 from zero.units.hooks import Hook, ModuleHooks, PersistentHooks, hook_readers
 from zero.units.passes import Passes
-from zero.units.residency import Residency
-from zero.units.scheduler import UnitScheduler
+from zero.units.scheduler import Residency, UnitScheduler
 from zero.units.unit import Unit, assign_parameters, find_units, group_alike, named_units
 
 logger = logging.getLogger(__name__)

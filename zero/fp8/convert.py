@@ -1,6 +1,6 @@
-"""Conversion of the linear layers of a module to products in FP8, and the weights that it leaves to FP8 alone."""
+"""Conversion of the linear layers of a module to products in FP8."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -62,21 +62,3 @@ def convert(
     if not names:
         raise ConfigError(f"zero.fp8.convert: {type(module).__name__} has no linear layer to convert; see `keep`")
     return names
-
-
-def scaled_weights(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, ScaledProducts]]:
-    """Iterate over the weights (out, in) that are read by products in FP8 only, with these products, by name."""
-    readers: dict[nn.Parameter, set[object]] = {}
-    found: dict[nn.Parameter, str] = {}
-    for prefix, layer in module.named_modules():
-        products = getattr(layer, "products", None)
-        for name, param in layer.named_parameters(recurse=False):
-            # Of a weight that tensor ranks share, each multiplies by some rows, which have scales of their own.
-            is_whole = name not in getattr(layer, "shared_dims", ())
-            is_scaled = isinstance(products, ScaledProducts) and param.dim() == 2 and is_whole
-            readers.setdefault(param, set()).add(products if is_scaled else None)
-            found.setdefault(param, f"{prefix}.{name}".lstrip("."))
-    for param, name in found.items():
-        (reader, *others) = readers[param]
-        if not others and isinstance(reader, ScaledProducts):
-            yield name, param, reader

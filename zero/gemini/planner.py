@@ -22,7 +22,7 @@ from zero.buckets.bucket import Bucket, ParamShard
 from zero.gemini.chunks import Cycle
 from zero.gemini.recorder import GIGA, UPDATE, MemoryRecorder, Moment
 from zero.memory.placement import Offload, Placement
-from zero.units.residency import NUM_KEPT, Pass, Residency, UnitOrders
+from zero.units.scheduler import NUM_KEPT, Pass, Residency, UnitOrders
 from zero.units.unit import Unit
 
 logger = logging.getLogger(__name__)

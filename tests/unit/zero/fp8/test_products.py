@@ -6,10 +6,9 @@ from torch import Tensor, nn
 
 import zero.fp8
 from parallel.errors import ConfigError
-from zero.fp8.convert import scaled_weights
 from zero.fp8.kernels import Device, emulated, launched, refusal, refused_layer
 from zero.fp8.products import ScaledProducts
-from zero.fp8.scaling import LARGEST, RECIPES, SMALLEST_NORMAL, quantize
+from zero.fp8.scaling import LARGEST, RECIPES, SMALLEST_NORMAL, quantize, scaled_weights
 
 H100, B200, L40 = (Device("cuda", capability, 130000) for capability in ((9, 0), (10, 0), (8, 9)))
 CPU = Device("cpu")
