@@ -48,7 +48,8 @@ def test_the_planner_chooses_a_layout_that_fits():
 
 
 def test_the_largest_model_fits_and_one_more_layer_does_not():
-    of_16 = search("--parallel.tensor_size=16", fixed=("parallel.tensor_size",))
+    given = "--parallel.tensor_size=16", "--activations.store=keep"
+    of_16 = search(*given, fixed=("parallel.tensor_size", "activations.store"))
     num_layers, layout = of_16.deepest_models()[0]
     deepest = of_16.with_depth(num_layers)
     assert deepest.predict(layout) in deepest.plan().fitting
