@@ -27,13 +27,17 @@ from gpt.settings.settings import Settings
 from lab.dryrun.collectives import right_aligned
 from lab.measure.cluster import ClusterSpec
 from lab.planner.depth import Estimate
-from lab.planner.front import Choice, front, front_table, plot_front, spread
 from lab.planner.layouts import FIELDS, CandidateLayout, with_values
 from lab.planner.plan_report import (
+    Choice,
     chosen_lines,
     closed_form_table,
     constraint_lines,
+    front,
+    front_table,
     launch_lines,
+    plot_front,
+    spread,
     too_large_line,
     verified_table,
 )

@@ -24,9 +24,8 @@ from lab.pages.markdown import table, with_blocks
 from lab.planner.depth import Estimate
 from lab.planner.layouts import CandidateLayout
 from lab.planner.search import DEFAULT_TO_VERIFY, Search
-from lab.published import predictions
-from lab.published.predict import NUM_JOBS
-from lab.published.predictions import cluster_of
+from lab.published import predict
+from lab.published.predict import NUM_JOBS, cluster_of
 from lab.published.row_settings import settings_of, settings_tree
 from lab.published.rows import ROOT, Row, read_rows
 from lab.published.sources import FOUND
@@ -74,7 +73,7 @@ def search_of(row: Row, num_to_verify: int = DEFAULT_TO_VERIFY) -> Search:
     settings = settings_of(tree, row.gpus)
     steps = math.ceil(TOKENS_A_PARAMETER * row.parameters / (settings.train.global_batch_size * row.seq))
     settings = replace(settings, train=replace(settings.train, steps=steps))
-    kept = predictions.KEPT_RUNS
+    kept = predict.KEPT_RUNS
     return Search(settings, cluster_of(row), row.gpus, num_to_verify=num_to_verify, kept_runs=kept)
 
 

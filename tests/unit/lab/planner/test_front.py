@@ -20,9 +20,9 @@ from lab.dryrun.projection import Task, Timeline, project_recording
 from lab.dryrun.run_cost import RunCost
 from lab.planner import plan as planner
 from lab.planner.depth import Estimate
-from lab.planner.front import front, spread
 from lab.planner.layouts import CandidateLayout, Prediction
 from lab.planner.plan import report_front, report_plan
+from lab.planner.plan_report import front, spread
 from lab.planner.search import Search
 from parallel.errors import ConfigError
 from parallel.memory_kinds import TensorKind
