@@ -16,7 +16,7 @@ from lab.measure.cluster import ClusterSpec
 from parallel.comm_log import CommLog
 from parallel.errors import ConfigError
 from parallel.mesh import HALF_TYPES, Axis
-from zero.activations.choice import Hardware, Workload, exposed_seconds, model_parallel_volume, stored_bytes
+from zero.activations.choice import Hardware, Workload, bytes_on_device, exposed_seconds, model_parallel_volume
 from zero.activations.stores import STORES, StoreName
 from zero.formulas import memory
 from zero.formulas.memory import ModelStates, PlacedStates
@@ -249,7 +249,7 @@ def activation_bytes(work: Workload, settings: Settings) -> float:
     if settings.activations.recomputes != "attention" and model.attention == "math":
         kept += (3 if model.dropout else 1) * model.num_heads * work.s
     num_kept = work.L if store not in STORES else min(work.k, work.L)
-    stored = stored_bytes(work, store) if store in STORES else 0.0
+    stored = bytes_on_device(work, store) if store in STORES else 0.0
     elements = kept * num_kept + 4 * work.h + 2 * work.vocab_size
     mask = settings.data.mask_documents and not suits_kernel(
         model.attention, model.head_size, model.dropout, settings.train.dtype
