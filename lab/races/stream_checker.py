@@ -123,15 +123,6 @@ class StreamChecker(MemoryObserver):
             lines = reports[:MAX_REPORTS] + ([f"and {more} more"] if more > 0 else [])
             raise StreamError("on a GPU this run would race:\n" + "\n".join(lines))
 
-    @contextmanager
-    def hidden(self) -> Iterator[None]:
-        """Observe nothing in this block."""
-        outer, self._is_hidden = self._is_hidden, True
-        try:
-            yield
-        finally:
-            self._is_hidden = outer
-
     @property
     def current_stream(self) -> SimulatedStream:
         return self._streams.current
@@ -153,9 +144,11 @@ class StreamChecker(MemoryObserver):
         access = communicator.launch(event.op, (members, event.message_bytes, event.dtype))
         self._read(read, access)
         self._write(written, access)
-        with self.hidden():
-            # Completed at once: without the wait that may be missing, gloo would hang before that is reported.
-            launch()()
+        self._is_hidden = True  # nothing of what gloo does is observed
+        try:
+            launch()()  # completed at once: without the wait that may be missing, gloo would hang before the report
+        finally:
+            self._is_hidden = False
         return SimulatedWait(self, access, (read, written))
 
     def read_on_host(self, tensors: Iterable[Tensor]) -> None:

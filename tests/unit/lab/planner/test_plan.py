@@ -320,10 +320,10 @@ def test_what_makes_a_layout_fit_is_found_by_trying():
     layout = CandidateLayout(1, 1, "keep", 1)
     shape = "--model.num_layers=40", "--model.hidden_size=5120", "--train.global_batch_size=64"
     chosen = settings(*shape)
-    found = remedies(layout, chosen, DGX_2, 1)
+    found = remedies(layout, Search(chosen, DGX_2, 16))
     assert [str(one) for one in found] == ["--parallel.tensor_size=4", "--zero.stage=3"]
     deep = settings(*shape, "--model.num_layers=200")
-    pairs = [str(one) for one in remedies(layout, deep, DGX_2, 1)]
+    pairs = [str(one) for one in remedies(layout, Search(deep, DGX_2, 16))]
     assert "--offload.mode=auto --zero.stage=3" in pairs
 
 
