@@ -57,7 +57,7 @@ def forecast_and_use(arguments: list[str]) -> list[tuple[float, float]]:
     checkpoints = 0
     if settings.activations.store == "partition_host":
         numel = 2 * settings.model.seq_length * settings.model.hidden_size
-        checkpoints = state.model.module.run_blocks.num_bytes(3, numel, 2).host
+        checkpoints = 3 * numel * 2 / mesh.tensor.size
     forecast = bytes_on_host(settings, mesh, lambda num_bytes: num_bytes)
     used = [states.total, checkpoints, sum(copy.nbytes for copy in copies.values() if copy.dim()), 0]
     rounded = bytes_on_host(settings, mesh, lambda num_bytes: pinned_bytes(num_bytes, math.inf))
