@@ -1,25 +1,35 @@
-"""Exports the weights of a checkpoint in the format of transformers.
+"""Exports the weights of a checkpoint, or of a model in training, in the format of transformers.
 
 python -m gpt.checkpoint.export runs/quickstart/checkpoints --output weights --dtype bf16
 """
 
 import argparse
+import logging
 import sys
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from data.errors import DataError
-from gpt.checkpoint.folder import newest
+from data.tokenizer import Tokenizer
+from gpt.builder.train_state import TrainState
+from gpt.checkpoint.folder import Kept, checkpoint_name, delete_old, newest
 from gpt.checkpoint.layout import INITIAL_WEIGHTS, read_run
+from gpt.pretrained.families import family_of
+from gpt.pretrained.tensors import to_transformers
 from gpt.pretrained.tokenizer_files import tokenizer_of_data
-from gpt.pretrained.weights import check_shapes, companions, write_weights
+from gpt.pretrained.weights import check_shapes, companions, write_config, write_weights
 from gpt.shape.config import parameter_shapes
 from parallel.errors import ConfigError, exit_on_config_error
 from zero.partition.config import DTYPES
+from zero.state.export import FILE_BYTES, WeightFiles, WholeWeights, export_units
 from zero.state.layout_file import LAYOUT, is_complete, verify_file
 from zero.state.saved_state import SavedState
-from zero.state.weight_files import FILE_BYTES
+
+logger = logging.getLogger(__name__)
 
 
 def export_checkpoint(
@@ -55,6 +65,43 @@ def export_checkpoint(
     weights = ((name, saved.whole(name, dtype=dtype)) for name in saved.parameters)
     write_weights(output, run.model, weights, tokenizer, file_bytes, origin)
     return sum(shape.numel() for shape in shapes.values())
+
+
+class LiveExports:
+    """The exports of a run's weights, of which as many are kept as of its checkpoints."""
+
+    def __init__(self, state: TrainState, folder: Path, kept: Kept, data: Mapping[str, Any]):
+        self._state, self._folder, self._kept = state, folder, kept
+        self._is_first = state.mesh.rank == 0  # which alone writes
+        self._companions = companions(data, data.get(INITIAL_WEIGHTS)) if self._is_first else (None, None)
+
+    def export(self, step: int) -> None:
+        """Export the weights of a step. All ranks call it. An export that fails is logged, and training goes on."""
+        try:
+            export_live(self._state, self._folder / checkpoint_name(step), *self._companions)
+            if self._is_first:
+                delete_old(self._folder, self._kept)
+        except OSError as error:
+            logger.error("error: weights cannot be written to %s: %s; training goes on", self._folder, error.strerror)
+
+
+def export_live(
+    state: TrainState, output: Path, tokenizer: Tokenizer | None = None, origin: Path | None = None
+) -> None:
+    """Export the weights of the model in training, in their own data type; see `write_config`.
+
+    All ranks call it. One unit at a time is unsharded, and written by the first rank. Raises OSError on that rank if it
+    cannot write.
+    """
+    config, family = state.config, family_of(state.config)
+
+    def finish(files: WeightFiles, folder: Path) -> None:
+        files.finish()
+        write_config(folder, config, tokenizer, origin)
+
+    # A folder of that name is an export of the same step from before a roll-back.
+    convert = partial(to_transformers, family=family, config=config)
+    export_units(output, WholeWeights(state.model, state.mesh.tensor), convert, finish, replaces=True)
 
 
 def main(arguments: list[str]) -> None:

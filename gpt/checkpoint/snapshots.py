@@ -128,7 +128,7 @@ class Snapshots:
 
         Return the seal of layout.json, the numbers of the files that are undamaged and of all files, and a problem.
         """
-        found = {"layout": None, "files": [], "num_files": 0, "problem": ""}
+        found: dict[str, Any] = {"layout": None, "files": [], "num_files": 0, "problem": ""}
         if not generation.exists():
             return found
         try:

@@ -12,8 +12,7 @@ from typing import Any
 
 from rich.table import Table
 
-from gpt.deepspeed.key import TYPES, as_text, unchanged
-from gpt.deepspeed.keys import KEYS, ONLY_ENABLED_IS_READ, OTHER_NAMES
+from gpt.deepspeed.keys import KEYS, ONLY_ENABLED_IS_READ, OTHER_NAMES, TYPES, as_text, unchanged
 from gpt.deepspeed.rules import RULES
 from gpt.deepspeed.translation import AUTO, FileKey, Translation, Verdict
 from parallel.config_files import read_json

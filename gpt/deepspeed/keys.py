@@ -4,16 +4,98 @@ Each row says which settings the key sets, why it is not needed here, or which o
 instead.
 """
 
+import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
-from gpt.deepspeed.key import TYPES, Key, unchanged
-
 TABLE = Path(__file__).with_name("keys.yaml")
+LARGEST = 1e300  # larger numbers overflow in the products of the rules; NaN is not below it
+
+
+def unchanged(value: Any) -> Any:
+    """Return the value itself."""
+    return value
+
+
+class ValueType(NamedTuple):
+    """The type of a key's value: its description in error messages, the values that have it, and their conversion."""
+
+    description: str
+    has: Callable[[Any], bool]
+    convert: Callable[[Any], Any] = unchanged
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < LARGEST
+
+
+def _is_integer(value: Any, least: float = -LARGEST) -> bool:
+    return _is_number(value) and value == int(value) >= least  # may be written as 5e8, as is usual in such files
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(map(_is_number, value))
+
+
+TYPES = {
+    "bool": ValueType("true or false", lambda value: isinstance(value, bool)),
+    "integer": ValueType("an integer", _is_integer, int),
+    "count": ValueType("an integer of 0 or more", lambda value: _is_integer(value, 0), int),
+    "positive": ValueType("an integer of 1 or more", lambda value: _is_integer(value, 1), int),
+    "number": ValueType("a number", _is_number),
+    "pair": ValueType("a list of two numbers", _is_pair),
+    "text": ValueType("a string", lambda value: isinstance(value, str)),
+    "any": ValueType("anything", lambda value: True),
+}
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key of DeepSpeed's configuration, and what it means for this project.
+
+    A key with `settings` and `convert` sets one setting to the converted value. A key with `settings` but without
+    `convert` is read by a rule that combines several keys (`gpt/deepspeed/rules.py`). A key without `settings` is
+    accepted and changes nothing. `note` is printed beside the key in the table of a file's keys. Values that are not in
+    `accepted` are refused, with the reason and the remedy in `refusal`; None accepts every value of the type.
+    """
+
+    type: ValueType
+    settings: tuple[str, ...]
+    convert: Callable[[Any], Any] | None
+    note: str
+    accepted: Sequence[Any] | None
+    refusal: str
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> "Key":
+        """Return the key that a row of the table describes."""
+        note, accepted = row.get("needless", row.get("note", "")), row.get("accepted")
+        settings = (row["sets"],) if "sets" in row else tuple(row.get("read_for", ()))
+        if not settings and "refusal" in row:
+            note, accepted = "is off", accepted or ()
+        convert = CONVERSIONS[row.get("convert")] if "sets" in row else None
+        return cls(TYPES[row["type"]], settings, convert, note, accepted, row.get("refusal", ""))
+
+    def reason_for_refusal(self, value: Any) -> str:
+        """Return why the value is refused and what to do instead, or an empty string if it is accepted."""
+        if not self.type.has(value):
+            return f"is not {self.type.description}"
+        is_off = not value or (isinstance(value, dict) and value.get("enabled") is False)
+        is_accepted = self.accepted is None or self.type.convert(value) in self.accepted
+        return "" if is_accepted or (is_off and self.type is TYPES["any"]) else self.refusal
+
+
+def as_text(value: Any) -> str:
+    """Return the value as error messages and tables show it: integral numbers without a fraction, the rest as JSON."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return value if isinstance(value, str) and value.isprintable() else json.dumps(value, default=str)
+
 
 CONVERSIONS: dict[str | None, Callable[[Any], Any]] = {
     None: unchanged,
@@ -28,18 +110,9 @@ def _flatten(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
     for names, row in section.items():
         for name in names.split(", "):
             if isinstance(row.get("type"), str):  # a section may have a key of this name, which is a row
-                yield prefix + name, _key(row)
+                yield prefix + name, Key.of(row)
             else:
                 yield from _flatten(row, f"{prefix}{name}.")
-
-
-def _key(row: Mapping[str, Any]) -> Key:
-    note, accepted = row.get("needless", row.get("note", "")), row.get("accepted")
-    settings = (row["sets"],) if "sets" in row else tuple(row.get("read_for", ()))
-    if not settings and "refusal" in row:
-        note, accepted = "is off", accepted or ()
-    convert = CONVERSIONS[row.get("convert")] if "sets" in row else None
-    return Key(TYPES[row["type"]], settings, convert, note, accepted, row.get("refusal", ""))
 
 
 KEYS = dict(_flatten(yaml.safe_load(TABLE.read_text())))

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 from rich.markup import escape
 from rich.table import Table
 
-from gpt.deepspeed.key import as_text
+from gpt.deepspeed.keys import as_text
 from parallel.errors import ConfigError
 
 AUTO = "auto"  # a value that transformers replaces with one of its own arguments

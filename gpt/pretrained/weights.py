@@ -35,9 +35,9 @@ from gpt.pretrained.tokenizer_files import (
 )
 from gpt.shape.config import ModelConfig, parameter_shapes
 from parallel.errors import ConfigError
+from zero.state.export import FILE_BYTES, WeightFiles
 from zero.state.schema import Schema, check, parse_json, shown
 from zero.state.tensor_file import TensorFile
-from zero.state.weight_files import FILE_BYTES, WeightFiles
 
 CONFIG = "config.json"
 logger = logging.getLogger(__name__)

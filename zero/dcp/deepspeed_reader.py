@@ -25,18 +25,14 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.storage import StorageReader
-from torch.futures import Future
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from parallel.errors import ConfigError, first_line
-from zero.dcp.safe_reader import read_items
+from zero.dcp.safe_reader import FolderReader
 from zero.partition.layout import overlap, rectangles
-from zero.state.layout_file import writer_of
 from zero.state.schema import shown
 
 GROWTH_TRACKER = "_growth_tracker"  # in the state of torch's GradScaler: steps since the loss scale has changed
@@ -70,7 +66,7 @@ class Fragment(NamedTuple):
     start: int
 
 
-class DeepSpeedReader(StorageReader):
+class DeepSpeedReader(FolderReader):
     """A reader of a folder that DeepSpeed's `save_checkpoint` has written, or of one step in it.
 
     Keys are those of `get_state_dict` of torch: "model.NAME" are the fp32 weights, "optim.state.NAME.exp_avg" moments.
@@ -78,11 +74,10 @@ class DeepSpeedReader(StorageReader):
     """
 
     def __init__(self, folder: Path):
+        super().__init__(folder)
         self._folder = folder
-        self._parts: dict[MetadataIndex, Tensor] = {}
-        self._values: dict[str, Any] = {}
         self._aliases: dict[str, str] = {}
-        self._metadata = Metadata({}, storage_meta=StorageMeta())
+        self._metadata = Metadata({}, storage_data={})  # of each piece: the tensor itself, mapped to memory, or a value
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return names, shapes and rectangles of what the files have."""
@@ -97,36 +92,15 @@ class DeepSpeedReader(StorageReader):
                 ) from error
         return self._metadata
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Copy what the plan needs."""
-        return read_items(plan, planner, self._part)
-
-    def _part(self, item: ReadItem) -> io.BytesIO | Tensor:
+    def stored(self, item: ReadItem) -> io.BytesIO | Tensor:
+        """Return the piece that an item is a part of."""
+        index = MetadataIndex(item.storage_index.fqn, item.storage_index.offset)
         if item.type is not LoadItemType.BYTE_IO:
-            return self._parts[MetadataIndex(item.storage_index.fqn, item.storage_index.offset)]
+            return self.storage_data[index]
         content = io.BytesIO()
-        torch.save(self._values[item.storage_index.fqn], content)
+        torch.save(self.storage_data[index], content)
         content.seek(0)
         return content
-
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """Do nothing: a reader has one folder."""
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: `read_metadata` has mapped the files."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans."""
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Return whether this is a folder of DeepSpeed."""
-        return is_deepspeed(Path(checkpoint_id))
 
     def _read(self) -> None:
         if (latest := self._folder / LATEST).is_file():
@@ -139,12 +113,13 @@ class DeepSpeedReader(StorageReader):
         self._aliases = models[0]["shared_params"]
         common = self._add_universal(models[0]["param_shapes"]) if is_universal else self._add_flat(models)
         self._add_untrained(models)
+        values = {name: models[0][name] for name in COUNTERS if name in models[0]}
+        values |= _loss_scale(common.get("loss_scaler"))
         for number, group in enumerate(common["param_groups"]):
-            for name, value in group.items():
-                self._values[f"{GROUPS}.{number}.{name}"] = value
-        self._values |= {name: models[0][name] for name in COUNTERS if name in models[0]}
-        self._values |= _loss_scale(common.get("loss_scaler"))
-        self._metadata.state_dict_metadata |= {key: BytesStorageMetadata() for key in self._values}
+            values |= {f"{GROUPS}.{number}.{name}": value for name, value in group.items()}
+        for key, value in values.items():
+            self._metadata.state_dict_metadata[key] = BytesStorageMetadata()
+            self._metadata.storage_data[MetadataIndex(key)] = value
         self._check_sizes()
 
     def _add_universal(self, groups: list[Mapping[str, torch.Size]]) -> dict[str, Any]:
@@ -230,7 +205,7 @@ class DeepSpeedReader(StorageReader):
         for offsets, sizes in rectangles(shape, elements):
             place, size = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)), torch.Size(sizes).numel()
             entry.chunks.append(place)
-            self._parts[MetadataIndex(key, place.offsets)] = values[start : start + size].view(sizes)
+            self._metadata.storage_data[MetadataIndex(key, place.offsets)] = values[start : start + size].view(sizes)
             start += size
 
     def _check_sizes(self) -> None:
@@ -242,11 +217,6 @@ class DeepSpeedReader(StorageReader):
                     raise ConfigError(
                         f"{self._folder} has {found} of {entry.size.numel()} elements of {key}; it is damaged"
                     )
-
-
-def is_deepspeed(folder: Path) -> bool:
-    """Return whether DeepSpeed's `save_checkpoint` has written a folder, or the one of a step in it."""
-    return writer_of(folder) == "DeepSpeed"
 
 
 def _rank_of(path: Path) -> int:

@@ -16,18 +16,17 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from parallel.errors import ConfigError, first_line
-from zero.dcp.deepspeed_reader import GROWTH_TRACKER, DeepSpeedReader, is_deepspeed
+from zero.dcp.deepspeed_reader import GROWTH_TRACKER, DeepSpeedReader
 from zero.dcp.safe_reader import SafePlanner, SafeReader
 from zero.dcp.state import DistributedState
 from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
-from zero.state.layout_file import is_complete
+from zero.state.layout_file import is_complete, writer_of
 from zero.state.schema import shown
 from zero.step.loss_scale import LossScale
 
-Naming = Callable[
-    [str, Tensor], Mapping[str, Tensor]
-]  # (name, tensor) here: the tensors of a folder that it is made of
+# (name, tensor) here: the tensors of a folder that it is made of.
+Naming = Callable[[str, Tensor], Mapping[str, Tensor]]
 
 
 def same_name(name: str, tensor: Tensor) -> Mapping[str, Tensor]:
@@ -45,7 +44,7 @@ class DistributedFolder:
         if is_complete(path):
             raise ConfigError(f"{path} is a checkpoint that `save` of zero has written; load it by `load`")
         self.path = path
-        self._reader = DeepSpeedReader(path) if is_deepspeed(path) else SafeReader(path)
+        self._reader = DeepSpeedReader(path) if writer_of(path) == "DeepSpeed" else SafeReader(path)
         self._stored = self._reader.read_metadata().state_dict_metadata
 
     def prefixes(self, name: str) -> list[str]:

@@ -2,7 +2,6 @@
 
 import io
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,36 @@ KNOWN_CLASSES = {
 }
 
 
-class SafeReader(FileSystemReader):
+class FolderReader(FileSystemReader):
+    """A reader of a folder in which a piece, a tensor or the bytes of a value, is read once for all its parts."""
+
+    def stored(self, item: ReadItem) -> io.BytesIO | Tensor:
+        """Return the piece that an item is a part of."""
+        raise NotImplementedError
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Copy what the plan needs."""
+        last, stored = None, None
+        for item in sorted(plan.items, key=lambda item: (item.storage_index.fqn, item.storage_index.offset or ())):
+            if item.storage_index != last:
+                stored = None  # freed before the next one is read
+                last, stored = item.storage_index, self.stored(item)
+            if isinstance(stored, io.BytesIO):
+                planner.load_bytes(item, stored)
+                continue
+            assert stored is not None
+            values = stored
+            for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                values = values.narrow(dim, offset, length)
+            out = planner.resolve_tensor(item).detach()
+            out.copy_(values)
+            planner.commit_tensor(item, out)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
+class SafeReader(FolderReader):
     """A reader of a folder of `torch.distributed.checkpoint` that executes nothing of what it reads.
 
     Its methods raise ConfigError if the metadata are damaged, or name a class or a file that no such folder has.
@@ -49,12 +77,8 @@ class SafeReader(FileSystemReader):
             with path.open("rb") as file:
                 metadata = _Unpickler(file).load()
             named = {Path(info.relative_path).name == info.relative_path for info in metadata.storage_data.values()}
-            tensors = dict(metadata.state_dict_metadata)
-            if (
-                not isinstance(metadata, Metadata)
-                or named != {True}
-                or not all(isinstance(key, str) for key in tensors)
-            ):
+            has_names = all(isinstance(key, str) for key in dict(metadata.state_dict_metadata))
+            if not isinstance(metadata, Metadata) or named != {True} or not has_names:
                 raise ValueError("it does not describe the files of its folder")
         except Exception as error:  # damaged bytes raise almost anything
             raise ConfigError(
@@ -63,11 +87,8 @@ class SafeReader(FileSystemReader):
         metadata.storage_meta = None
         return metadata
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Copy what the plan needs."""
-        return read_items(plan, planner, self._read)
-
-    def _read(self, item: ReadItem) -> io.BytesIO | Tensor:
+    def stored(self, item: ReadItem) -> io.BytesIO | Tensor:
+        """Return the piece that an item is a part of, from its file."""
         info = self.storage_data[item.storage_index]
         with (Path(self.path) / info.relative_path).open("rb") as file:
             part = self._slice_file(file, info)
@@ -76,28 +97,6 @@ class SafeReader(FileSystemReader):
                 stream = io.BytesIO(stream.read(-1))
             is_tensor = item.type is LoadItemType.TENSOR
             return torch.load(stream, map_location="cpu", weights_only=True) if is_tensor else stream
-
-
-def read_items(plan: LoadPlan, planner: LoadPlanner, read: Callable[[ReadItem], io.BytesIO | Tensor]) -> Future[None]:
-    """Copy what a plan needs; `read` is called once for each stored piece, and returns it; items are parts of one."""
-    last, stored = None, None
-    for item in sorted(plan.items, key=lambda item: (item.storage_index.fqn, item.storage_index.offset or ())):
-        if item.storage_index != last:
-            stored = None  # freed before the next one is read
-            last, stored = item.storage_index, read(item)
-        if isinstance(stored, io.BytesIO):
-            planner.load_bytes(item, stored)
-            continue
-        assert stored is not None
-        values = stored
-        for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-            values = values.narrow(dim, offset, length)
-        out = planner.resolve_tensor(item).detach()
-        out.copy_(values)
-        planner.commit_tensor(item, out)
-    done: Future[None] = Future()
-    done.set_result(None)
-    return done
 
 
 class SafePlanner(DefaultLoadPlanner):

@@ -1,18 +1,178 @@
-"""The whole weights of a model in training: to a folder for transformers' `from_pretrained`, or to memory."""
+"""The whole weights of a model in training, unit by unit: a folder for transformers' `from_pretrained`, or in memory.
+
+model.safetensors.index.json, model-00001-of-00003.safetensors, ..., config.json, and the files of the tokenizer
+"""
 
 import copy
-from collections.abc import Mapping
+import errno
+import json
+import shutil
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from parallel.errors import ConfigError
 from parallel.mesh import Axis
+from parallel.tensor.split_parameters import split_dims
+from zero.buckets.flat import FlatParameters
 from zero.engine import ZeroDataParallel
-from zero.state.weight_files import FILE_BYTES, WeightFiles, WholeWeights, export_units, named_parameters_of
+from zero.partition.layout import cut
+from zero.state.tensor_file import write_tensors
 
+FILE_BYTES = 2**28
+STEM = "model"  # of the names of files, by which transformers finds them
+INDEX = f"{STEM}.safetensors.index.json"
 COMPILED = "_orig_mod."  # in the names of a module that torch.compile has wrapped
+
+Convert = Callable[[str, Tensor], Mapping[str, Tensor]]  # a parameter -> what is written of it, by name
+
+
+class WeightFiles:
+    """A writer of a folder of weights, tensor by tensor. It holds at most `file_bytes` of them, or one larger tensor.
+
+    Raises ConfigError if the folder already holds weights, because a reader would mix them with these.
+    """
+
+    def __init__(self, folder: Path, file_bytes: int = FILE_BYTES):
+        self._folder, self._file_bytes = folder, file_bytes
+        self._held: dict[str, Tensor] = {}
+        self._files: list[dict[str, int]] = []  # {name of a tensor: bytes} for each file that is written
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.glob("*.safetensors")):
+            raise ConfigError(f"{folder} holds .safetensors files already; choose another folder, or empty it")
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Add a whole tensor, on any device. Raises OSError if a write fails."""
+        # A copy, because the memory of the parameter's unit is freed before the file is written.
+        held = tensor.detach().to("cpu", copy=True)
+        if sum(tensor.nbytes for tensor in self._held.values()) + held.nbytes > self._file_bytes:
+            self._write_held()
+        self._held[name] = held
+
+    def finish(self) -> None:
+        """Write the rest of the tensors, and the index. Raises OSError if a write fails."""
+        self._write_held()
+        # Files get the names that readers look for when all of them are written: the names contain their number.
+        names = [f"{STEM}-{n:05d}-of-{len(self._files):05d}.safetensors" for n in range(1, len(self._files) + 1)]
+        for number, name in enumerate(names):
+            self._partial(number).rename(self._folder / name)
+        index = {
+            "metadata": {"total_size": sum(sum(held.values()) for held in self._files)},
+            "weight_map": {tensor: name for name, held in zip(names, self._files, strict=True) for tensor in held},
+        }
+        (self._folder / INDEX).write_text(json.dumps(index, indent=1))
+
+    def _write_held(self) -> None:
+        if self._held:
+            write_tensors(self._partial(len(self._files)), self._held, {"format": "pt"})
+            self._files.append({name: tensor.nbytes for name, tensor in self._held.items()})
+            self._held = {}
+
+    def _partial(self, number: int) -> Path:
+        return self._folder / f".{STEM}-{number}.partial"
+
+
+@dataclass(frozen=True)
+class WholeWeights:
+    """The whole weights of a model in training: its parameters, or the master weights of the last step.
+
+    `tensor` is the axis along which the model itself is split. All ranks iterate together.
+    """
+
+    model: ZeroDataParallel
+    tensor: Axis
+    masters: bool = False
+
+    @property
+    def is_first(self) -> bool:
+        """True on the rank that gets the values of the others."""
+        return self.model.data.rank == 0 and self.tensor.rank == 0
+
+    @property
+    def largest_unit_bytes(self) -> int:
+        """The bytes of the largest unit that is unsharded at once, on all tensor ranks."""
+        return max(flat.full.nbytes for flat in self.model.flats) * self.tensor.size
+
+    @torch.no_grad()
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Iterate over (name, whole parameter) where the data rank is 0; the other ranks only take part in unsharding.
+
+        Parameters are unsharded over the data axis, and those that are split are gathered over the tensor axis.
+        """
+        dims = split_dims(self.model.module)
+        for flat in self.model.flats:
+            for name, values in self._unsharded(flat):
+                if self.model.data.rank > 0:
+                    continue
+                own = values.detach().contiguous()
+                if name not in dims:
+                    yield name, own
+                    continue
+                of_all_ranks = own.new_empty(self.tensor.size, *own.shape)
+                self.tensor.all_gather(own, out=of_all_ranks).wait()
+                yield name, torch.cat(list(of_all_ranks), dims[name])
+
+    def _unsharded(self, flat: FlatParameters) -> Iterator[tuple[str, Tensor]]:
+        if not self.masters:
+            with self.model.gathered(flat.params[:1]):  # one parameter is enough to unshard the whole unit
+                yield from named_parameters_of(flat)
+            return
+        axis, full = self.model.shard_axis, torch.empty_like(flat.full, dtype=flat.buckets[0].master.dtype)
+        for bucket, ranges in zip(flat.buckets, flat.layout.buckets, strict=True):
+            own = bucket.master.to(full.device)
+            shards = own.new_empty(axis.size, own.numel())
+            axis.all_gather(own, out=shards).wait()
+            for rank, shard in enumerate(shards):
+                cut(full, ranges.shard(rank)).copy_(shard)
+        for span, param in zip(flat.layout.spans, flat.params, strict=True):
+            yield span.name, span.view(full, as_complex=param.is_complex())
+
+
+def export_units(
+    output: Path,
+    weights: WholeWeights,
+    convert: Convert,
+    finish: Callable[[WeightFiles, Path], None],
+    *,
+    replaces: bool = False,
+    file_bytes: int = FILE_BYTES,
+) -> None:
+    """Write what `convert` makes of each parameter to a folder that is complete or does not exist. All ranks call it.
+
+    The first rank writes, and then calls `finish` with its writer and the folder. Raises OSError on the first rank if
+    it cannot write, or if the folder holds files, unless `replaces`.
+    """
+    parameters = iter(weights)
+    if not weights.is_first:
+        deque(parameters, maxlen=0)  # only takes part in their collectives
+        return
+    partial = output.with_name(f".{output.name}.partial")
+    try:
+        if not replaces and output.exists() and any(output.iterdir()):
+            raise FileExistsError(errno.EEXIST, "the folder is not empty; choose another one", str(output))
+        shutil.rmtree(partial, ignore_errors=True)
+        files = WeightFiles(partial, min(file_bytes, weights.largest_unit_bytes))
+        for name, whole in parameters:
+            for part_name, part in convert(name, whole.cpu()).items():
+                files.add(part_name, part)
+        finish(files, partial)
+        # The folder gets its final name only when it is complete.
+        shutil.rmtree(output, ignore_errors=True)
+        partial.rename(output)
+    except Exception:
+        deque(parameters, maxlen=0)  # the other ranks wait for this one in the collectives of the units that are left
+        raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def named_parameters_of(flat: FlatParameters) -> Iterator[tuple[str, nn.Parameter]]:
+    return ((span.name, param) for span, param in zip(flat.layout.spans, flat.params, strict=True))
 
 
 def export(

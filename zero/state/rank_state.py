@@ -105,17 +105,11 @@ class RankState:
 
         It is the same on each rank, and its size does not depend on their number.
         """
-        optimizer = self.optimizer.inner if self.optimizer else None
-        groups = optimizer.param_groups if optimizer else []
         return {
             "format": FORMAT,
             **content,
-            "optimizer": type(optimizer).__name__ if optimizer else NO_OPTIMIZER,
-            # The numbers of each group that are no settings, such as the step counter of apex's Adam.
-            "optimizer_counters": [
-                {k: v for k, v in group.items() if k not in optimizer.defaults and isinstance(v, (int, float))}
-                for group in groups
-            ],
+            "optimizer": type(self.optimizer.inner).__name__ if self.optimizer else NO_OPTIMIZER,
+            "optimizer_counters": _counters(self.optimizer.inner) if self.optimizer else [],
             "state": {
                 "data_size": self.mesh.data.size,
                 "tensor_size": self.mesh.tensor.size,
@@ -208,6 +202,14 @@ class RankState:
                 except (RuntimeError, TypeError) as error:
                     damage = f"{file.path} is damaged: {name} is not the state of a random generator"
                     raise ConfigError(damage) from error
+
+
+def _counters(inner: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return, for each group, its numbers that are not settings, such as the step counter of apex's Adam."""
+    return [
+        {k: v for k, v in group.items() if k not in inner.defaults and isinstance(v, (int, float))}
+        for group in inner.param_groups
+    ]
 
 
 def _load_state_of(piece: Piece, optimizer: ZeroOptimizer, saved: SavedState, tensor: TensorRank) -> None:

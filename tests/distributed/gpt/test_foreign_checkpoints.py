@@ -24,7 +24,7 @@ from tests.ranks import run_ranks
 from tests.unit.gpt.model.models import preset_config
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")
-NAMES = ("gpt2", "llama", "llama2", "qwen3", "mistral")
+NAMES = ("gpt2", "llama", "llama2", "qwen3")
 LAYOUTS = [LayoutCase(2, data=2, tensor=2), LayoutCase(3, data=2, bucket_numel=None), LayoutCase(0)]
 
 

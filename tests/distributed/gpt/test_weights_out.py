@@ -8,14 +8,13 @@ import torch
 from torch import Tensor
 from transformers import GPT2LMHeadModel
 
-from gpt.checkpoint.export import export_checkpoint
-from gpt.checkpoint.live_export import export_live
+from gpt.checkpoint.export import export_checkpoint, export_live
 from gpt.generate import evaluation
 from tests.distributed.gpt.test_checkpoint_layouts import CONFIG, LayoutCase, build, save, train
 from tests.ranks import run_ranks
 from zero.engine import ZeroDataParallel
 from zero.partition.stage import Lifetime
-from zero.state import weight_files
+from zero.state import export
 
 IDS = torch.arange(2 * CONFIG.seq_length).view(2, -1) % CONFIG.vocab_size
 LARGEST_UNIT = 1  # one of the units: the blocks, and the root with the rest
@@ -26,12 +25,12 @@ def train_and_export(case: LayoutCase, folder: Path) -> tuple[Tensor, list[int]]
     state, num_gathered = build(case), []
     train(state, 0, 2)
 
-    class WatchingWriter(weight_files.WeightFiles):
+    class WatchingWriter(export.WeightFiles):
         def add(self, name: str, tensor: Tensor) -> None:
             num_gathered.append(count_gathered(state.model))
             super().add(name, tensor)
 
-    with mock.patch.object(weight_files, "WeightFiles", WatchingWriter):
+    with mock.patch.object(export, "WeightFiles", WatchingWriter):
         export_live(state, folder / "live")
     save(state, folder, 2)
     with torch.no_grad(), evaluation(state.model):

@@ -15,8 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gpt.deepspeed.config import translate
-from gpt.deepspeed.key import TYPES
-from gpt.deepspeed.keys import KEYS, ONLY_ENABLED_IS_READ, OTHER_NAMES
+from gpt.deepspeed.keys import KEYS, ONLY_ENABLED_IS_READ, OTHER_NAMES, TYPES
 from gpt.settings.optimizer import OptimizerSettings
 from gpt.settings.parser import parse_settings
 from gpt.settings.schedule import ScheduleConfig

@@ -14,8 +14,7 @@ from parallel.errors import ConfigError
 from parallel.mesh import Axis
 from zero.engine import ZeroDataParallel
 from zero.partition.config import ZeroConfig
-from zero.state.export import export, full_state_dict
-from zero.state.weight_files import WeightFiles
+from zero.state.export import WeightFiles, export, full_state_dict
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
