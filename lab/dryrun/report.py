@@ -13,7 +13,7 @@ from gpt.builder.host_memory import bytes_on_host
 from gpt.monitor.collectives import profile
 from gpt.monitor.console import RunConsole
 from gpt.monitor.units import count, num_bytes, seconds, unit_of
-from gpt.settings.analysis import DryRunSettings
+from gpt.settings.run import DryRunSettings
 from gpt.settings.settings import Settings
 from gpt.shape.flops import hardware_flops, model_flops
 from lab.dryrun.collectives import REPORT, profile_table, right_aligned
