@@ -28,6 +28,7 @@ from gpt.settings.run import CheckpointSettings
 from gpt.settings.settings import Settings
 from gpt.settings.training import TrainSettings
 from gpt.shape.config import ModelConfig
+from lab.pages.markdown import table
 from parallel.mesh import Mesh
 from parallel.store import shared_store
 from parallel.world import start_world, stop_world
@@ -163,14 +164,13 @@ def main() -> None:
 
 def report(rounds: list[dict[str, float]], num_bytes: int, peaks: dict[str, int]) -> None:
     print(f"{num_bytes / 1e6:.0f} MB a rank, {len(rounds)} rounds, first rank\n")
-    print("| | median ms | GB/s | x plain copy to memory | x plain write to disk |\n|---|---|---|---|---|")
+    rows = []
     for name in rounds[0]:
         seconds = statistics.median(found[name] for found in rounds)
-        ratios = [
-            statistics.median(found[name] / found[plain] for found in rounds)
-            for plain in ("copy to memory", "write to disk")
-        ]
-        print(f"| {name} | {1e3 * seconds:.0f} | {num_bytes / seconds / 1e9:.2f} | {ratios[0]:.2f} | {ratios[1]:.2f} |")
+        plain = "copy to memory", "write to disk"
+        ratios = (f"{statistics.median(found[name] / found[one] for found in rounds):.2f}" for one in plain)
+        rows.append([name, f"{1e3 * seconds:.0f}", f"{num_bytes / seconds / 1e9:.2f}", *ratios])
+    print(*table(["", "median ms", "GB/s", "x plain copy to memory", "x plain write to disk"], rows), sep="\n")
     for name, peak in peaks.items():
         print(f"\n{name}: host memory at most {peak / 1e6:.0f} MB above its value before or after")
 
