@@ -128,21 +128,15 @@ def _prompts(texts: Sequence[str] | None, tokenizer: Tokenizer, samples: Blended
 
 
 def _check_files(prefixes: Sequence[str], model_vocab_size: int, mesh: Mesh, world: World) -> None:
-    """Check vocabularies, and on one rank of each node whole indices, before the others use them."""
-    _check_vocabulary(prefixes, model_vocab_size)
-    if world.local_rank == 0:
-        for prefix in prefixes:
-            check_index(IndexedDataset(prefix))
-    mesh.barrier()
+    """Check vocabularies, and on one rank of each node whole indices, before the others use them.
 
-
-def _check_vocabulary(prefixes: Sequence[str], model_vocab_size: int) -> None:
-    """Raise ConfigError if the vocabulary of any token file exceeds the model's."""
+    Raises ConfigError if the vocabulary of any token file exceeds the model's.
+    """
     for prefix in prefixes:
-        if Sidecar.path(prefix).is_file():
-            vocab_size = Sidecar.load(prefix).vocab_size
-            if vocab_size > model_vocab_size:
-                raise ConfigError(
-                    f"model.vocab_size={model_vocab_size} is below the {vocab_size} ids of {prefix}; "
-                    f"choose {vocab_size} or more"
-                )
+        if Sidecar.path(prefix).is_file() and (size := Sidecar.load(prefix).vocab_size) > model_vocab_size:
+            raise ConfigError(
+                f"model.vocab_size={model_vocab_size} is below the {size} ids of {prefix}; choose {size} or more"
+            )
+    for prefix in prefixes if world.local_rank == 0 else ():
+        check_index(IndexedDataset(prefix))
+    mesh.barrier()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from data.documents import MicroBatch
-from gpt.audit import Auditor
+from gpt.audit import Auditor, compare_replicas
 from gpt.builder.loss_guard import RollBacks, SkippedInARow
 from gpt.builder.train_state import TrainState
 from gpt.checkpoint.layout import INITIAL_WEIGHTS, Progress
@@ -27,7 +27,6 @@ from gpt.monitor.metrics import Throughput, memory_by_kind, peak_flops, peak_mem
 from gpt.monitor.profiling import Profiler, straggler_lines, timer_table
 from gpt.monitor.records import Records
 from gpt.monitor.watch import Watch
-from gpt.replicas import compare_replicas
 from gpt.settings.schedule import batch_plan, consumed_samples_after, learning_rate
 from gpt.settings.settings import Settings
 from gpt.tasks import judge, load_tasks

@@ -3,9 +3,8 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from gpt.settings.help import default_text, sections, summary
 from gpt.settings.parser import TREE
-from gpt.settings.tree import Group, Leaf
+from gpt.settings.tree import Group, Leaf, default_text, sections, summary
 from lab.pages.markdown import table, with_blocks
 from parallel.fields import describe
 

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, assert_never
 
 import torch
 from torch import nn
@@ -325,7 +325,7 @@ def build_optimizer(
 ) -> ZeroOptimizer:
     """Return the optimizer over the shards of the model."""
     assert isinstance(model.module, GPT)
-    optimizer, options, name = OPTIMIZERS[settings.name].choose(settings, model.offload)
+    optimizer, options, name = choose_optimizer(settings, model.offload)
     logger.info("optimizer: %s", name)
     return ZeroOptimizer(
         model,
@@ -349,7 +349,7 @@ def parameter_groups(module: GPT, settings: OptimizerSettings) -> list[dict[str,
     per_repetition=True.
     """
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
-    updates = OPTIMIZERS[settings.name].updates
+    updates = OPTIMIZERS[settings.name]
     for name, param in module.named_parameters():
         if param.requires_grad:
             factor = hidden_factor(name, param, module.config)
@@ -370,58 +370,45 @@ def parameter_groups(module: GPT, settings: OptimizerSettings) -> list[dict[str,
     return list(groups.values())
 
 
-class OptimizerRow(NamedTuple):
-    """An optimizer of the settings."""
-
-    choose: Callable[[OptimizerSettings, Offload], ChosenOptimizer]
-    updates: Callable[[str, nn.Parameter], bool] = lambda _name, _param: True
-    """Returns whether a parameter is updated by it, and not by AdamW."""
+def _is_matrix(_name: str, param: nn.Parameter) -> bool:
+    return param.dim() > 1
 
 
-def _adamw(settings: OptimizerSettings, offload: Offload) -> ChosenOptimizer:
-    if settings.cautious_decay:
-        return CautiousAdamW, _of_adam(settings), "fused AdamW with cautious weight decay"
-    adam, options, name = choose_adam(settings.implementation, offload)
-    return adam, options | {"betas": settings.betas, "eps": settings.eps}, name
-
-
-def _adamw8bit(settings: OptimizerSettings, _offload: Offload) -> ChosenOptimizer:
-    return AdamW8bit, _of_adam(settings), "AdamW with moments of 8 bits"
-
-
-def _adamw_bf16(settings: OptimizerSettings, _offload: Offload) -> ChosenOptimizer:
-    return AdamWBf16, _of_adam(settings), "AdamW with moments in bf16"
-
-
-def _muon(settings: OptimizerSettings, _offload: Offload) -> ChosenOptimizer:
-    muon = asdict(settings.muon)
-    muon.pop("per_head")  # a setting of groups
-    options = {"adjust_lr_fn": muon.pop("adjust_lr"), "momentum": settings.momentum, "nesterov": settings.nesterov}
-    return Muon, muon | options | _of_adam(settings), "Muon, and fused AdamW"
-
-
-def _soap(settings: OptimizerSettings, _offload: Offload) -> ChosenOptimizer:
-    return Soap, asdict(settings.soap) | _of_adam(settings), "SOAP, and fused AdamW"
-
-
-def _of_adam(settings: OptimizerSettings) -> dict[str, Any]:
-    return {"betas": settings.betas, "eps": settings.eps, "cautious_decay": settings.cautious_decay}
-
-
-def _sgd(settings: OptimizerSettings, _offload: Offload) -> ChosenOptimizer:
-    options = {"momentum": settings.momentum, "nesterov": settings.nesterov, "fused": True}
-    return torch.optim.SGD, options, "torch.optim.SGD(fused=True)"
-
-
-OPTIMIZERS = {
-    "adamw": OptimizerRow(_adamw),
-    "adamw8bit": OptimizerRow(_adamw8bit, lambda _name, param: param.dim() > 1),
-    "adamw_bf16": OptimizerRow(_adamw_bf16, lambda _name, param: param.dim() > 1),
-    "muon": OptimizerRow(_muon, is_hidden_matrix),
-    "soap": OptimizerRow(_soap, is_hidden_matrix),
-    "sgd": OptimizerRow(_sgd),
+OPTIMIZERS: dict[str, Callable[[str, nn.Parameter], bool]] = {
+    "adamw": lambda _name, _param: True,
+    "adamw8bit": _is_matrix,
+    "adamw_bf16": _is_matrix,
+    "muon": is_hidden_matrix,
+    "soap": is_hidden_matrix,
+    "sgd": lambda _name, _param: True,
 }
-"""By the name in the settings."""
+"""By the name in the settings, which parameters are updated by it, and not by AdamW."""
+
+
+def choose_optimizer(settings: OptimizerSettings, offload: Offload) -> ChosenOptimizer:
+    """Return (class, options, name for the log) of the optimizer of the settings."""
+    adam: dict[str, Any] = {"betas": settings.betas, "eps": settings.eps, "cautious_decay": settings.cautious_decay}
+    with_momentum = {"momentum": settings.momentum, "nesterov": settings.nesterov}
+    match settings.name:
+        case "adamw" if settings.cautious_decay:
+            return CautiousAdamW, adam, "fused AdamW with cautious weight decay"
+        case "adamw":
+            kind, options, name = choose_adam(settings.implementation, offload)
+            return kind, options | {"betas": settings.betas, "eps": settings.eps}, name
+        case "adamw8bit":
+            return AdamW8bit, adam, "AdamW with moments of 8 bits"
+        case "adamw_bf16":
+            return AdamWBf16, adam, "AdamW with moments in bf16"
+        case "muon":
+            muon = asdict(settings.muon)
+            muon.pop("per_head")  # a setting of groups
+            return Muon, adam | with_momentum | {"adjust_lr_fn": muon.pop("adjust_lr")} | muon, "Muon, and fused AdamW"
+        case "soap":
+            return Soap, adam | asdict(settings.soap), "SOAP, and fused AdamW"
+        case "sgd":
+            return torch.optim.SGD, with_momentum | {"fused": True}, "torch.optim.SGD(fused=True)"
+        case unknown:
+            assert_never(unknown)
 
 
 def choose_adam(implementation: str, offload: Offload) -> ChosenOptimizer:

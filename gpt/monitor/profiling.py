@@ -25,7 +25,7 @@ from rich.table import Table
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from gpt.run_folder.files import written_if_possible
-from gpt.settings.analysis import ProfileSettings
+from gpt.settings.run import ProfileSettings
 from parallel.comm_log import CommEvent
 from parallel.mesh import Mesh
 from parallel.pairwise import complete_all

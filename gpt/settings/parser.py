@@ -22,10 +22,9 @@ from rich.table import Table
 from gpt.deepspeed.config import deepspeed_layer
 from gpt.pretrained.weights import CONFIG as WEIGHTS_CONFIG
 from gpt.pretrained.weights import model_options
-from gpt.settings.help import help_text
 from gpt.settings.option_names import in_option_names, messages_in_option_names
 from gpt.settings.settings import Settings
-from gpt.settings.tree import Group, Leaf, default_of, walk
+from gpt.settings.tree import Group, Leaf, default_of, help_text, walk
 from parallel.config_files import Section, parse_yaml, read_section
 from parallel.errors import ConfigError
 from parallel.fields import FilePath, alternatives, convert, is_text, shown

@@ -10,10 +10,16 @@ from typing import Any
 
 import yaml
 
-from gpt.settings.analysis import DryRunSettings, ProfileSettings
 from gpt.settings.data import DataSettings
 from gpt.settings.optimizer import OptimizerSettings
-from gpt.settings.run import CheckpointSettings, GuardSettings, RunSettings, WandbSettings
+from gpt.settings.run import (
+    CheckpointSettings,
+    DryRunSettings,
+    GuardSettings,
+    ProfileSettings,
+    RunSettings,
+    WandbSettings,
+)
 from gpt.settings.schedule import ScheduleConfig
 from gpt.settings.training import ParallelSettings, TrainSettings
 from gpt.shape.config import ModelConfig

@@ -166,21 +166,6 @@ def test_a_run_that_resumes_from_a_dcp_folder_goes_on_in_the_same_order_of_sampl
     assert [record["loss"] for record in found] == pytest.approx([record["loss"] for record in expected], rel=1e-6)
 
 
-def test_two_resumes_across_epochs_equal_one_run(corpus, tmp_path):
-    settings = {"schedule__decay": "constant", "checkpoint__every": 3, "model__dropout": 0.1}
-    settings |= {"train__global_batch_size": 24, "train__micro_batch_size": 12}
-    whole = run(1, corpus, tmp_path / "whole", train__steps=14, **settings)
-    num_tokens = corpus.with_suffix(".bin").stat().st_size // 2
-    assert whole[-1]["tokens"] > 1.5 * num_tokens
-    for num_steps in (4, 8, 14):
-        resumed = run(1, corpus, tmp_path / "resumed", train__steps=num_steps, **settings)
-    at_ends = {"validation_loss", "validation_perplexity", "samples"}  # of a start, in its last step
-    *found, last = reproducible(resumed)
-    *expected, expected_last = reproducible(whole)
-    assert [{k: v for k, v in record.items() if k not in at_ends} for record in found] == expected
-    assert last == expected_last
-
-
 def test_a_run_starts_from_the_weights_that_another_has_left(corpus, tmp_path, ended):
     weights = ended / "weights" / "step-00000006"
     evaluated = {"train__initial_weights": weights, "train__steps": 1, "optimizer__lr": 0, "schedule__warmup_steps": 0}
@@ -226,28 +211,6 @@ def test_the_configurations_of_the_papers_table_3_train_alike(corpus, tmp_path, 
     assert [record["loss"] for record in records] == pytest.approx([r["loss"] for r in expected], rel=1e-4)
     assert records[-1]["loss"] < records[0]["loss"]
     assert records[-1]["hardware_tflops_per_device"] > records[-1]["model_tflops_per_device"], "they recompute"
-
-
-def test_the_store_may_be_left_to_the_paper(corpus, tmp_path):
-    settings = {"activations__store": "auto", "parallel__tensor_size": 2, **FEW_STEPS}
-    roomy, narrow = (
-        run(2, corpus, tmp_path / f"{gb}", activations__hardware__memory_gb=gb, **settings) for gb in (1.0, 0.0001)
-    )
-    gathers = [records[-1]["tensor_axis_bytes"] for records in (roomy, narrow)]
-    assert gathers[1] > gathers[0], "the narrow one partitions its checkpoints"
-    assert [r["loss"] for r in roomy] == [r["loss"] for r in narrow]
-
-
-def test_a_model_too_large_for_the_machine_leaves_a_record(corpus, tmp_path):
-    arguments = options(corpus, tmp_path / "run", model__hidden_size=1_000_000)
-    with pytest.raises(ConfigError, match=r"rank 0 ran out of memory after step 0.*rank-0.txt says.*zero.stage=2"):
-        pretrain(parse_settings(arguments), start_world())
-    table = (tmp_path / "run" / "out_of_memory" / "rank-0.txt").read_text()
-    assert "can't allocate memory" in table
-    assert "peak allocated" in table
-    record = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
-    assert record["out_of_memory"] is True
-    assert record["step"] == 0
 
 
 class FailingOperation(TorchDispatchMode):

@@ -123,9 +123,3 @@ def test_a_run_whose_wandb_cannot_be_reached_trains_on_and_is_kept_for_later(cor
     assert run_tracked("pretrain_gpt.py", *arguments, **environment) == 0
     assert len(read_steps(tmp_path / "run")) == 6
     assert [row["step"] for row in history_of(records_until_exit(tmp_path / "run"))] == [1, 2, 3, 4, 5, 6]
-
-
-def test_a_tracking_that_cannot_start_does_not_stop_the_run(corpus, tmp_path):
-    (tmp_path / "run" / "wandb_run_id").mkdir(parents=True)  # a folder in place of the file
-    arguments = options(corpus, tmp_path / "run", wandb__mode="offline")
-    assert len(run_ranks(1, run_on_rank, arguments, init_process_group=False)[0]) == 6

@@ -12,10 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpt.audit import Auditor, find_faulty
+from gpt.audit import Auditor, DivergenceError, find_faulty
 from gpt.builder.leaves import Leaves
 from gpt.builder.train_state import TrainState
-from gpt.replicas import DivergenceError
 from gpt.settings.parser import parse_settings
 from gpt.train_step import differentiate, loss_factor, train_step
 from parallel.errors import ConfigError

@@ -7,7 +7,7 @@ import torch
 from torch.profiler import profile
 
 from gpt.monitor.profiling import Profiler
-from gpt.settings.analysis import ProfileSettings
+from gpt.settings.run import ProfileSettings
 from parallel.mesh import Mesh
 from parallel.store import shared_store
 from tests.ranks import run_ranks

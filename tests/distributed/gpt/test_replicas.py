@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from gpt.audit import DivergenceError, compare_replicas
 from gpt.builder.train_state import TrainState
-from gpt.replicas import DivergenceError, compare_replicas
 from tests.distributed.gpt.test_checkpoint_layouts import LayoutCase, build, train
 from tests.ranks import run_ranks
 

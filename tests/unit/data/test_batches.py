@@ -58,17 +58,6 @@ def test_all_ranks_together_read_each_step_in_order_whatever_their_number(counti
         assert torch.equal(together, torch.from_numpy(expected))
 
 
-def test_a_run_resumes_from_the_number_of_samples_it_consumed(counting_corpus):
-    samples = open_samples(counting_corpus, split=[1, 0, 0], seq_length=8, seed=3)
-    straight = list(_loader(samples).steps(_plan(0, 60, 4)))  # several epochs
-    resumed = list(
-        _loader(open_samples(counting_corpus, split=[1, 0, 0], seq_length=8, seed=3)).steps(_plan(92, 37, 4))
-    )
-    assert all(
-        torch.equal(*pair) for a, b in zip(straight[23:], resumed, strict=True) for pair in zip(a, b, strict=True)
-    )
-
-
 def test_two_steps_are_read_ahead_and_no_more_and_closing_ends_the_thread():
     samples, numbers = NumberedSamples(), count()
     steps = _loader(samples).steps((2 * step, 2) for step in numbers)

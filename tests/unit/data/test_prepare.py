@@ -13,7 +13,6 @@ import zlib
 from pathlib import Path
 from unittest import mock
 
-import numpy as np
 import pyarrow as pa
 import pytest
 from datasets import Dataset, DatasetDict
@@ -27,10 +26,10 @@ from data.chosen_tokenizers import train_tokenizer
 from data.encode import Encoded, encode_in_order
 from data.errors import DataError
 from data.indexed import IndexedDataset
-from data.prepare import _shown_progress, main
+from data.prepare import main
 from data.sidecar import Sidecar
 from data.sources import Document, Source, text_of
-from data.staging import Progress, reserved
+from data.staging import reserved
 from data.tokenizer import load_tokenizer
 from tests.programs import files_of_at_most
 
@@ -436,13 +435,19 @@ def test_a_package_that_is_missing_is_named(package, source, tmp_path, monkeypat
         ("a.jsonl.gz", gzip.compress(mtime=0, data=b'{"text": "a"}\n')[:-4], "cannot read .*a.jsonl.gz"),
         ("a.jsonl.gz", b"no gzip", "cannot read .*a.jsonl.gz"),
         ("a.parquet", b"PAR1 and nothing more", "cannot read .*a.parquet as Parquet"),
-        ("a.txt", b"", "holds no text"),
     ],
 )
-def test_a_source_that_cannot_be_read_is_reported_in_one_line(tmp_path, capsys, name, content, message):
+def test_a_source_that_cannot_be_read_is_reported_in_one_line(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
-    arguments = ("--source", tmp_path / name, "--output", tmp_path / "out" / "corpus", "--train_vocab_size", "257")
-    assert re.search(message, _error_of(capsys, *arguments, "--workers", "1"))
+    with pytest.raises(DataError, match=message) as raised:
+        [text_of(document, "text") for document in Source([str(tmp_path / name)]).documents()]
+    assert "\n" not in str(raised.value)
+
+
+def test_a_source_without_text_leaves_nothing(tmp_path, capsys):
+    (tmp_path / "a.txt").touch()
+    arguments = ("--source", tmp_path / "a.txt", "--output", tmp_path / "out" / "corpus", "--train_vocab_size", "257")
+    assert "holds no text" in _error_of(capsys, *arguments, "--workers", "1")
     assert list(tmp_path.glob("out/*")) == []
 
 
@@ -468,23 +473,3 @@ def test_options_that_cannot_be_followed_are_reported_in_one_line(tmp_path, monk
     DatasetDict({"train": Dataset.from_dict({"text": ["a"]})}).save_to_disk("dataset")
     arguments = ("--source", "a.txt", "--output", "corpus", "--train_vocab_size", "257")
     assert re.search(message, _error_of(capsys, *arguments, *options))
-
-
-def test_a_terminal_shows_progress_that_is_wiped_in_the_end(tmp_path, monkeypatch, capsys):
-    for name, value in {"FORCE_COLOR": "1", "COLUMNS": "200", "TERM": "xterm"}.items():
-        monkeypatch.setenv(name, value)
-    seconds = [10.0]
-    monkeypatch.setattr("rich.console.monotonic", lambda: seconds[0])
-    (tmp_path / "a.txt").write_text("a" * 80)
-    with (
-        mock.patch.object(ProgressBar, "update", autospec=True, side_effect=ProgressBar.update) as update,
-        _shown_progress("corpus", Source([str(tmp_path / "a.txt")]), Progress("plan"), 0) as advance,
-    ):
-        advance(Encoded(np.zeros(6), np.ones(2), 20.0))
-        seconds[0] = 14.0
-        advance(Encoded(np.zeros(1230), np.ones(3), 20.0))
-    shown = capsys.readouterr().err
-    assert "0 documents, 0 tokens (0/s)" in shown
-    assert re.search(r"corpus .* 50% 5 documents, 1,236 tokens \(309/s\)", re.sub(r"\x1b\[[0-9;]*m", "", shown))
-    assert shown.endswith("\x1b[1A\x1b[2K")  # one line up, and erased
-    assert [call.kwargs["rate"] for call in update.call_args_list] == [6, 309]  # no time has passed at the first

@@ -43,23 +43,6 @@ def test_the_weights_of_all_documents_are_that_of_their_file(tmp_path: Path, end
     assert min(weights) >= 0
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("[1]", "a.jsonl:1 is a JSON list; every line must be one JSON object"),
-        ("9" * 5000, r"a.jsonl:1 cannot be read as JSON \(Exceeds the limit .*; leave it out"),
-    ],
-    ids=["list", "number"],
-)
-def test_a_line_that_is_no_json_object_is_named(tmp_path: Path, line: str, message: str):
-    (tmp_path / "a.jsonl").write_text(line)
-    (document,) = Source([f"{tmp_path}/a.jsonl"]).documents()
-    with pytest.raises(DataError, match=message):
-        text_of(document, "text")
-    with pytest.raises(DataError, match=r"b\.jsonl: no such file; give files, globs, folders"):
-        list(Source([f"{tmp_path}/b.jsonl"]).documents())
-
-
 def test_a_parquet_file_without_rows_has_no_documents(tmp_path: Path):
     parquet.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "a.parquet")
     assert list(Source([str(tmp_path / "a.parquet")]).documents()) == []

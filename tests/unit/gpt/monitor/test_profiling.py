@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity
 
 from gpt.monitor import profiling
 from gpt.monitor.profiling import TIMERS, Profiler, timer_table
-from gpt.settings.analysis import ProfileSettings
+from gpt.settings.run import ProfileSettings
 from parallel.mesh import Mesh
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

@@ -7,9 +7,9 @@ from typing import Annotated, Any, get_args, get_origin
 
 import pytest
 
-from gpt.settings.help import help_text
 from gpt.settings.parser import DEEPSPEED_CONFIG, GROUPS, LEAVES, TREE, parse_settings
 from gpt.settings.settings import Settings
+from gpt.settings.tree import help_text
 from lab.settings_page import page
 from parallel.errors import ConfigError
 from parallel.fields import LARGEST_INT, alternatives, describe

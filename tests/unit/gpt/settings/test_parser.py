@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from gpt.settings.help import help_text
 from gpt.settings.option_names import messages_in_option_names
 from gpt.settings.parser import TREE, parse_settings
 from gpt.settings.schedule import RampUpConfig
 from gpt.settings.settings import Settings
+from gpt.settings.tree import help_text
 from parallel.errors import ConfigError
 
 BASE = "{data: {path: nowhere}, model: {num_layers: 2, hidden_size: 32, num_heads: 4, seq_length: 16, vocab_size: 300}}"

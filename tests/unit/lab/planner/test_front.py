@@ -11,8 +11,8 @@ import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from gpt.settings.analysis import DryRunSettings
 from gpt.settings.parser import parse_settings
+from gpt.settings.run import DryRunSettings
 from lab.dryrun import plots
 from lab.dryrun.dry_run import DEVICE, dry_run
 from lab.dryrun.plots import busy_shares, highest_moments, kernel_starts, plot_lanes, plot_memory
