@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,7 +28,7 @@ from gpt.builder.train_state import build, build_mesh
 from gpt.settings.parser import parse_settings
 from gpt.settings.settings import Settings
 from gpt.train_step import train_step
-from lab.bench.step_time import timed
+from lab.bench.rounds import Quartiles, in_rounds, quartiles, timed
 from lab.dryrun.dry_run import dry_run
 from lab.dryrun.projection import project_recording
 from lab.measure.cluster import ClusterSpec
@@ -48,14 +49,12 @@ class Row:
 
     name: str
     predicted: float
-    measured: float
-    low: float  # quartiles of the measured times
-    high: float
+    measured: Quartiles
     cpu_seconds: float
 
     @property
     def error(self) -> float:
-        return self.predicted / self.measured - 1
+        return self.predicted / self.measured.median - 1
 
 
 def settings_of(name: str, *options: str) -> Settings:
@@ -83,14 +82,13 @@ def measure_steps(num_rounds: int, output: Path) -> None:
     for step in steps.values():
         for _ in range(WARMUP_STEPS):
             step()
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
-    for number in range(num_rounds):
-        names = list(steps)
-        turn = number % len(names)
-        for name in names[turn:] + names[:turn]:
-            steps[name]()  # another configuration has filled the caches
-            dist.barrier()
-            times[name].append(timed(steps[name], world.device))
+
+    def measure(step: Callable[[], object]) -> tuple[float, float]:
+        step()  # another configuration has filled the caches
+        dist.barrier()
+        return timed(step, world.device)
+
+    times = in_rounds({name: partial(measure, step) for name, step in steps.items()}, num_rounds)
     if world.is_first:
         output.write_text(json.dumps(times))
     stop_world()
@@ -112,16 +110,15 @@ def launch(*words: str) -> None:
 
 def page(rows: list[Row], num_rounds: int, load: float) -> str:
     errors, model = [abs(row.error) for row in rows], settings_of("stage 0").model
-    cells = [[f"{1e3 * seconds:.0f}" for seconds in (row.predicted, row.measured, row.cpu_seconds)] for row in rows]
-    quartiles = [f"{1e3 * row.low:.0f} to {1e3 * row.high:.0f}" for row in rows]
+    cells = [[f"{1e3 * time:.0f}" for time in (row.predicted, *row.measured, row.cpu_seconds)] for row in rows]
     lines = [
         f"Of {len(rows)} configurations, the median error is {statistics.median(errors):.0%}, the largest "
         f"{max(errors):.0%}. All times are milliseconds of a step, *measured* is the median of {num_rounds} rounds:\n",
         *table(
             ["configuration", "predicted", "measured", "quartiles", "error", "processor time"],
             (
-                [row.name, predicted, measured, between, f"{row.error:+.0%}", cpu]
-                for row, (predicted, measured, cpu), between in zip(rows, cells, quartiles, strict=True)
+                [row.name, predicted, measured, f"{low} to {high}", f"{row.error:+.0%}", cpu]
+                for row, (predicted, low, measured, high, cpu) in zip(rows, cells, strict=True)
             ),
         ),
         f"\nMeasured on {date.today()}: {os.cpu_count()} CPU cores, torch {torch.__version__}, gloo over loopback, "
@@ -147,8 +144,7 @@ def main() -> None:
     rows = []
     for name, measured in json.loads(times.read_text()).items():
         seconds, cpu = zip(*measured, strict=True)
-        low, median, high = statistics.quantiles(seconds, n=4, method="inclusive")
-        rows.append(Row(name, predict(name, cluster), median, low, high, statistics.median(cpu)))
+        rows.append(Row(name, predict(name, cluster), quartiles(seconds), statistics.median(cpu)))
     text = page(rows, options.rounds, load)
     options.output.write_text(text)
     print(text)

@@ -1,8 +1,7 @@
 """Compare one training step of our ZeRO stages with torch's data parallelism: time, traffic, memory, loss.
 
-Every process holds all contenders, each with its own copy of one model. In a round each of them runs a few steps, in an
-order that rotates from round to round. Ratios are between times of the same round, so that other work on the machine
-affects both sides alike. Run it with scripts/bench/step_time.sh.
+Every process holds all contenders, each with its own copy of one model. In a round (lab/bench/rounds.py) each of them
+runs a few steps. Run it with scripts/bench/step_time.sh.
 """
 
 import argparse
@@ -13,9 +12,8 @@ import json
 import math
 import os
 import statistics
-import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -28,8 +26,8 @@ from gpt.model.transformer import GPT, initialize
 from gpt.settings.tree import field_texts
 from gpt.shape.config import ModelConfig
 from lab.bench.contenders import CONTENDERS, Contender, Terms
+from lab.bench.rounds import in_rounds, quartiles, ratios, timed
 from lab.bench.save_time import process_memory
-from lab.measure.bandwidth import synchronize
 from parallel.config_files import parse_yaml
 from parallel.errors import exit_on_config_error
 from parallel.fields import Range, alternatives, convert, field_types, is_text
@@ -215,18 +213,6 @@ def measure_block(contender: Contender, batches: Tensor, num_steps: int, world: 
     )
 
 
-def timed(action: Callable[[], object], device: torch.device) -> tuple[float, float]:
-    """Return the seconds of an action on the slowest rank, and its processor time on this one."""
-    synchronize(device)
-    start, cpu_start = time.perf_counter(), time.process_time()
-    action()
-    synchronize(device)
-    cpu_seconds = time.process_time() - cpu_start
-    seconds = torch.tensor(time.perf_counter() - start, device=device)
-    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-    return seconds.item(), cpu_seconds
-
-
 def loopback_bytes_sent() -> int:
     """Return the bytes that this machine has sent to itself, other programs included."""
     lines = Path("/proc/net/dev").read_text().splitlines()
@@ -263,11 +249,8 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 def compare(contenders: list[Contender], settings: Settings, world: World, batches: Tensor) -> list[Row]:
     """Measure all rounds and return one row a contender. Ratios are to the faster DDP, round by round."""
-    blocks: dict[str, list[Block]] = {contender.name: [] for contender in contenders}
-    for number in range(settings.rounds):
-        turn = number % len(contenders)
-        for contender in contenders[turn:] + contenders[:turn]:
-            blocks[contender.name].append(measure_block(contender, batches, settings.steps, world))
+    measured = {one.name: partial(measure_block, one, batches, settings.steps, world) for one in contenders}
+    blocks = in_rounds(measured, settings.rounds)
     seconds = {name: [block.seconds_per_step for block in blocks[name]] for name in blocks}
     cpu_seconds = {name: [block.cpu_seconds_per_step for block in blocks[name]] for name in blocks}
     candidates = BASELINES & seconds.keys() or {contenders[0].name}
@@ -290,10 +273,6 @@ def compare(contenders: list[Contender], settings: Settings, world: World, batch
     ]
 
 
-def ratios(values: list[float], baseline: list[float]) -> list[float]:
-    return [value / base for value, base in zip(values, baseline, strict=True)]
-
-
 def mean_over_ranks(losses: list[Tensor]) -> Tensor:
     """Return the mean loss of each of the first steps, on the host."""
     means = torch.stack(losses[:NUM_COMPARED_LOSSES]).float()
@@ -305,7 +284,7 @@ def table(rows: list[Row]) -> str:
     head = f"{'':29}{'ms':>9}  {'x baseline':>10}  {'quartiles':>14}  {'min, max':>14}  "
     lines = [head + f"{'cpu':>5} {'wire':>5} {'MiB':>6}  loss"]
     for row in rows:
-        low, median, high = statistics.quantiles(row.ratios, n=4, method="inclusive")
+        low, median, high = quartiles(row.ratios)
         cpu = statistics.median(row.cpu_ratios)
         loss = "-" if row.loss_difference is None else f"{row.loss_difference:.1e}"
         lines.append(
