@@ -14,7 +14,7 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import date
 from functools import partial
@@ -26,7 +26,6 @@ import yaml
 
 from gpt.builder.train_state import build, build_mesh
 from gpt.settings.parser import parse_settings
-from gpt.settings.settings import Settings
 from gpt.train_step import train_step
 from lab.bench.rounds import Quartiles, in_rounds, quartiles, timed
 from lab.dryrun.dry_run import dry_run
@@ -57,13 +56,13 @@ class Row:
         return self.predicted / self.measured.median - 1
 
 
-def settings_of(name: str, *options: str) -> Settings:
-    return parse_settings([*f"{FOUND['model']} {CONFIGURATIONS[name]}".split(), *options])
+def options_of(name: str) -> list[str]:
+    return f"{FOUND['model']} {CONFIGURATIONS[name]}".split()
 
 
 def prepare(name: str, world: World) -> Callable[[], object]:
     """Build a configuration and return its step."""
-    settings = settings_of(name)
+    settings = parse_settings(options_of(name))
     mesh = build_mesh(settings, world)
     state = build(settings, mesh, world.device)
     generator = torch.Generator().manual_seed(mesh.data.rank)
@@ -94,10 +93,10 @@ def measure_steps(num_rounds: int, output: Path) -> None:
     stop_world()
 
 
-def predict(name: str, cluster: Path) -> float:
-    """Return the seconds of a step that a dry run and the cluster file project."""
-    imitated = f"--dry_run.world_size={NUM_RANKS}", "--dry_run.backend=gloo", f"--dry_run.cluster={cluster}"
-    return project_recording(dry_run(settings_of(name, *imitated)), ClusterSpec.load(cluster)).seconds
+def projected_seconds(options: Sequence[str], num_ranks: int, cluster: Path) -> float:
+    """Return the seconds of a step that a dry run on gloo's ranks and the cluster file project."""
+    imitated = f"--dry_run.world_size={num_ranks}", "--dry_run.backend=gloo", f"--dry_run.cluster={cluster}"
+    return project_recording(dry_run(parse_settings([*options, *imitated])), ClusterSpec.load(cluster)).seconds
 
 
 def launch(*words: str) -> None:
@@ -109,7 +108,7 @@ def launch(*words: str) -> None:
 
 
 def page(rows: list[Row], num_rounds: int, load: float) -> str:
-    errors, model = [abs(row.error) for row in rows], settings_of("stage 0").model
+    errors, model = [abs(row.error) for row in rows], parse_settings(options_of("stage 0")).model
     cells = [[f"{1e3 * time:.0f}" for time in (row.predicted, *row.measured, row.cpu_seconds)] for row in rows]
     lines = [
         f"Of {len(rows)} configurations, the median error is {statistics.median(errors):.0%}, the largest "
@@ -144,7 +143,8 @@ def main() -> None:
     rows = []
     for name, measured in json.loads(times.read_text()).items():
         seconds, cpu = zip(*measured, strict=True)
-        rows.append(Row(name, predict(name, cluster), quartiles(seconds), statistics.median(cpu)))
+        predicted = projected_seconds(options_of(name), NUM_RANKS, cluster)
+        rows.append(Row(name, predicted, quartiles(seconds), statistics.median(cpu)))
     text = page(rows, options.rounds, load)
     options.output.write_text(text)
     print(text)

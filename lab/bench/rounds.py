@@ -6,6 +6,7 @@ Contenders are compared by the ratios of what was measured in the same round.
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -46,6 +47,12 @@ def timed(action: Callable[[], object], device: torch.device) -> tuple[float, fl
     seconds = torch.tensor(time.perf_counter() - start, device=device)
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
     return seconds.item(), cpu_seconds
+
+
+def bytes_sent(interface: str) -> int:
+    """Return the bytes that this machine, or network namespace, has sent by an interface, other programs included."""
+    lines = Path("/proc/self/net/dev").read_text().splitlines()[2:]
+    return {name.strip(): int(rest.split()[8]) for name, _, rest in (line.partition(":") for line in lines)}[interface]
 
 
 def ratios(values: Sequence[float], baseline: Sequence[float]) -> list[float]:

@@ -26,7 +26,7 @@ from gpt.model.transformer import GPT, initialize
 from gpt.settings.tree import field_texts
 from gpt.shape.config import ModelConfig
 from lab.bench.contenders import CONTENDERS, Contender, Terms
-from lab.bench.rounds import in_rounds, quartiles, ratios, timed
+from lab.bench.rounds import bytes_sent, in_rounds, quartiles, ratios, timed
 from lab.bench.save_time import process_memory
 from parallel.config_files import parse_yaml
 from parallel.errors import exit_on_config_error
@@ -202,22 +202,15 @@ def train_steps(contender: Contender, batches: Tensor, num_steps: int) -> None:
 def measure_block(contender: Contender, batches: Tensor, num_steps: int, world: World) -> Block:
     """Measure the time of the slowest rank, from an idle device to an idle device."""
     dist.barrier()
-    sent = loopback_bytes_sent()
+    sent = bytes_sent("lo")
     seconds, cpu_seconds = timed(lambda: train_steps(contender, batches, num_steps), world.device)
-    sent = loopback_bytes_sent() - sent
+    sent = bytes_sent("lo") - sent
     is_wire = world.device.type == "cpu" and world.size == world.local_size
     return Block(
         seconds / num_steps,
         cpu_seconds / num_steps,
         sent / num_steps / world.size if is_wire else math.nan,
     )
-
-
-def loopback_bytes_sent() -> int:
-    """Return the bytes that this machine has sent to itself, other programs included."""
-    lines = Path("/proc/net/dev").read_text().splitlines()
-    (loopback,) = (line for line in lines if line.strip().startswith("lo:"))
-    return int(loopback.split(":")[1].split()[8])
 
 
 def return_freed_memory(at_least_bytes: int) -> None:

@@ -241,7 +241,8 @@ def draw(of_rates: dict[str, dict[float, float]], of_corpora: dict[str, dict[str
         for axes in panels[2 * len(of_corpora) :]:
             for name, losses in of_rates.items():
                 axes.plot(*zip(*losses.items(), strict=True), marker=".", label=name)
-            axes.set(title="one seed", xlabel="learning rate", xscale="log", ylabel="last validation loss")
+            axes.set(title="one seed", xlabel="learning rate", ylabel="last validation loss")
+            axes.set_xscale("log", base=2)
 
 
 def draw_curves(found: dict[str, Curves], left: Any, right: Any) -> None:
