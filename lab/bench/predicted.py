@@ -55,6 +55,11 @@ class Row:
     def error(self) -> float:
         return self.predicted / self.measured.median - 1
 
+    def cells(self) -> list[str]:
+        times = self.predicted, *self.measured, self.cpu_seconds
+        predicted, low, median, high, cpu = (f"{1e3 * seconds:.0f}" for seconds in times)
+        return [self.name, predicted, median, f"{low} to {high}", f"{self.error:+.0%}", cpu]
+
 
 def options_of(name: str) -> list[str]:
     return f"{FOUND['model']} {CONFIGURATIONS[name]}".split()
@@ -66,11 +71,9 @@ def prepare(name: str, world: World) -> Callable[[], object]:
     mesh = build_mesh(settings, world)
     state = build(settings, mesh, world.device)
     generator = torch.Generator().manual_seed(mesh.data.rank)
-    shape = settings.train.micro_batch_size, settings.model.seq_length + 1
-    batches = [
-        torch.randint(settings.model.vocab_size, shape, generator=generator)
-        for _ in range(settings.train.num_micro_batches(mesh.num_batch_ranks))
-    ]
+    num_micro_batches = settings.train.num_micro_batches(mesh.num_batch_ranks)
+    shape = num_micro_batches, settings.train.micro_batch_size, settings.model.seq_length + 1
+    batches = list(torch.randint(settings.model.vocab_size, shape, generator=generator))
     return lambda: train_step(state.model, state.optimizer, batches, mesh)
 
 
@@ -99,6 +102,12 @@ def projected_seconds(options: Sequence[str], num_ranks: int, cluster: Path) -> 
     return project_recording(dry_run(parse_settings([*options, *imitated])), ClusterSpec.load(cluster)).seconds
 
 
+def row_of(name: str, measured: list[tuple[float, float]], cluster: Path) -> Row:
+    seconds, cpu = zip(*measured, strict=True)
+    predicted = projected_seconds(options_of(name), NUM_RANKS, cluster)
+    return Row(name, predicted, quartiles(seconds), statistics.median(cpu))
+
+
 def launch(*words: str) -> None:
     """Run a module on two ranks of one thread each. Raise CalledProcessError if it fails."""
     # The numbers of a launcher that has started this program are not those of its own ranks.
@@ -109,17 +118,11 @@ def launch(*words: str) -> None:
 
 def page(rows: list[Row], num_rounds: int, load: float) -> str:
     errors, model = [abs(row.error) for row in rows], parse_settings(options_of("stage 0")).model
-    cells = [[f"{1e3 * time:.0f}" for time in (row.predicted, *row.measured, row.cpu_seconds)] for row in rows]
+    headings = "configuration", "predicted", "measured", "quartiles", "error", "processor time"
     lines = [
         f"Of {len(rows)} configurations, the median error is {statistics.median(errors):.0%}, the largest "
         f"{max(errors):.0%}. All times are milliseconds of a step, *measured* is the median of {num_rounds} rounds:\n",
-        *table(
-            ["configuration", "predicted", "measured", "quartiles", "error", "processor time"],
-            (
-                [row.name, predicted, measured, f"{low} to {high}", f"{row.error:+.0%}", cpu]
-                for row, (predicted, low, measured, high, cpu) in zip(rows, cells, strict=True)
-            ),
-        ),
+        *table(headings, (row.cells() for row in rows)),
         f"\nMeasured on {date.today()}: {os.cpu_count()} CPU cores, torch {torch.__version__}, gloo over loopback, "
         f"{NUM_RANKS} ranks of one thread, load {load:.1f}\nat the start. GPT with {model.num_layers} layers x "
         f"{model.hidden_size}, vocabulary {model.vocab_size}, sequence {model.seq_length}, AdamW; fp32 unless stated.",
@@ -140,11 +143,7 @@ def main() -> None:
     load, cluster, times = os.getloadavg()[0], FOLDER / "cluster.yaml", FOLDER / "times.json"
     launch("lab.measure", "--write", str(cluster), "--name", "this machine")
     launch("lab.bench.predicted", "--rounds", str(options.rounds), "--as_rank", str(times))
-    rows = []
-    for name, measured in json.loads(times.read_text()).items():
-        seconds, cpu = zip(*measured, strict=True)
-        predicted = projected_seconds(options_of(name), NUM_RANKS, cluster)
-        rows.append(Row(name, predicted, quartiles(seconds), statistics.median(cpu)))
+    rows = [row_of(name, measured, cluster) for name, measured in json.loads(times.read_text()).items()]
     text = page(rows, options.rounds, load)
     options.output.write_text(text)
     print(text)

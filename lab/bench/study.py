@@ -72,16 +72,17 @@ class Run:
 
         `launch` is the command before the options. The output is written beside the folder of the run.
         """
-        if self.loss is None:
-            command = [*shlex.split(launch), *self.options]
-            sys.stderr.write(f"+ {shlex.join(command)}\n")
-            log = Path(f"{self.settings.run.dir}.log")
-            log.parent.mkdir(parents=True, exist_ok=True)
-            with log.open("a") as file:
-                code = subprocess.run(command, check=False, stdout=file, stderr=file).returncode
-            if code or self.loss is None:
-                raise ConfigError(f"a run has ended with exit code {code} and without a validation loss; see {log}")
-        return self.loss
+        if (loss := self.loss) is not None:
+            return loss
+        command = [*shlex.split(launch), *self.options]
+        sys.stderr.write(f"+ {shlex.join(command)}\n")
+        log = Path(f"{self.settings.run.dir}.log")
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("a") as file:
+            code = subprocess.run(command, check=False, stdout=file, stderr=file).returncode
+        if code or (loss := self.loss) is None:
+            raise ConfigError(f"a run has ended with exit code {code} and without a validation loss; see {log}")
+        return loss
 
 
 class Key(NamedTuple):
