@@ -218,7 +218,13 @@ def seeds_table(found: dict[str, Curves]) -> list[str]:
     rows = []
     for name, curves in found.items():
         tokens = curves.tokens_to(target)
-        rows.append([name, ", ".join(f"{loss:.3f}" for loss in curves.last), f"{tokens.mean():,.0f}"])
+        rows.append(
+            [
+                name,
+                ", ".join(f"{loss:.3f}" for loss in curves.last),
+                "-" if np.isnan(tokens).any() else f"{tokens.mean():,.0f}",
+            ]
+        )
         pairs = (curves.last - baseline.last, "+.3f"), (tokens / baseline.tokens_to(target), ".2f")
         rows[-1] += [with_error(*pair) if curves is not baseline else "" for pair in pairs]
     headings = ["last validation losses", f"tokens to {target:.3f}"]
@@ -227,6 +233,8 @@ def seeds_table(found: dict[str, Curves]) -> list[str]:
 
 
 def with_error(numbers: np.ndarray, form: str) -> str:
+    if np.isnan(numbers).any():
+        return "-"
     error = "" if len(numbers) == 1 else f" ± {standard_error(numbers):{form.lstrip('+')}}"
     return f"{numbers.mean():{form}}{error}"
 
