@@ -138,7 +138,7 @@ class Axis:
         if self.size == 1:
             return _copy(shard, out)
         event = self.log.record("all_gather", self.name, self.size, out)
-        return self._launch(event, self._all_gather, shard, out)
+        return self._launch(event, partial(self._all_gather, shard, out), shard, out)
 
     def reduce_scatter(self, full: Tensor, *, out: Tensor, in_fp32: bool = False) -> Work:
         """Sum (size * n, ...) over the ranks and write this rank's part to `out`, (n, ...), contiguous.
@@ -152,7 +152,7 @@ class Axis:
         if in_fp32 and self.rounds_at_each_rank(full.dtype):
             return self.exchange(_flat(full), partial(sum_ranks, out=_flat(out)))
         event = self.log.record("reduce_scatter", self.name, self.size, full)
-        return self._launch(event, self._reduce_scatter, full, out)
+        return self._launch(event, partial(self._reduce_scatter, full, out), full, out)
 
     def exchange(self, full: Tensor, read: Callable[[Tensor], object]) -> Work:
         """Send rank k its part of (size * n,), and call `read` with this rank's part of all, (size, n), by rank.
@@ -175,7 +175,7 @@ class Axis:
         if self.size == 1:
             return Work()
         event = self.log.record("all_reduce", self.name, self.size, out)
-        return self._launch(event, partial(self._all_reduce, op), out, out)
+        return self._launch(event, lambda: dist.all_reduce(out, op, group=self.group, async_op=True).wait, out, out)
 
     def broadcast(self, tensor: Tensor) -> Work:
         """Overwrite the contiguous tensor of every rank with that of the first rank."""
@@ -183,7 +183,8 @@ class Axis:
             return Work()
         event = self.log.record("broadcast", self.name, self.size, tensor)
         as_bytes = tensor.view(-1).view(torch.uint8)  # gloo does not support every dtype
-        return self._launch(event, self._broadcast, as_bytes, as_bytes)
+        launch = partial(dist.broadcast, as_bytes, group=self.group, group_src=0, async_op=True)
+        return self._launch(event, lambda: launch().wait, as_bytes, as_bytes)
 
     def all_to_all(
         self, sent: Tensor, sent_numels: Sequence[int], *, out: Tensor, out_numels: Sequence[int], total_numel: int
@@ -197,7 +198,7 @@ class Axis:
             return _copy(sent, out)
         numels = total_numel, sent.numel() - sent_numels[self.rank]
         event = self.log.record("all_to_all", self.name, self.size, sent, uneven_numels=numels)
-        return self._launch(event, partial(self._all_to_all, sent_numels, out_numels), sent, out)
+        return self._launch(event, partial(self._all_to_all, sent, sent_numels, out, out_numels), sent, out)
 
     @property
     def backend(self) -> str | None:
@@ -220,12 +221,9 @@ class Axis:
     def _is_gloo(self) -> bool:
         return self.backend == "gloo"
 
-    def _launch(
-        self, event: CommEvent, collective: Callable[[Tensor, Tensor], Callable[[], object]], read: Tensor, out: Tensor
-    ) -> Work:
+    def _launch(self, event: CommEvent, launch: Callable[[], Callable[[], object]], read: Tensor, out: Tensor) -> Work:
         """Launch a collective that reads one tensor and writes another, maybe the same."""
         self.check_process()
-        launch = partial(collective, read, out)
         simulation = active_simulation()
         if simulation is not None:
             launch = partial(simulation.collective, self.group, event, launch, read, out)
@@ -248,21 +246,15 @@ class Axis:
         scatter = _first_named("reduce_scatter_single", "reduce_scatter_tensor")
         return scatter(_flat(out), _flat(full), group=self.group, async_op=True).wait
 
-    def _all_reduce(self, op: dist.ReduceOp.RedOpType, _tensor: Tensor, out: Tensor) -> Callable[[], object]:
-        return dist.all_reduce(out, op, group=self.group, async_op=True).wait
-
-    def _broadcast(self, _tensor: Tensor, out: Tensor) -> Callable[[], object]:
-        return dist.broadcast(out, group=self.group, group_src=0, async_op=True).wait
-
     def _all_to_all(
-        self, sent_numels: Sequence[int], out_numels: Sequence[int], sent: Tensor, out: Tensor
+        self, sent: Tensor, sent_numels: Sequence[int], out: Tensor, out_numels: Sequence[int]
     ) -> Callable[[], object]:
         if self._is_gloo:
             parts, own_parts = sent.split(list(sent_numels)), out.split(list(out_numels))
             own_parts[self.rank].copy_(parts[self.rank])
             return self.pairwise.exchange(parts, own_parts)
-        exchange = _first_named("all_to_all_single")
-        return exchange(out, sent, list(out_numels), list(sent_numels), group=self.group, async_op=True).wait
+        numels = list(out_numels), list(sent_numels)
+        return dist.all_to_all_single(out, sent, *numels, group=self.group, async_op=True).wait
 
     def broadcast_copy(self, tensor: Tensor) -> Tensor:
         """Return the first rank's values of the tensor, contiguous, on its `communication_device`.

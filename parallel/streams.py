@@ -14,30 +14,18 @@ from torch import Tensor
 from parallel.torch_internals import active_observers
 
 
-class Stream(Protocol):
-    """Work that runs in order, beside that of other streams; those of CUDA have these methods."""
-
-    def wait_stream(self, stream: Any) -> None: ...
-
-    def wait_event(self, event: Any) -> None: ...
-
-    def record_event(self) -> Any: ...
-
-    def synchronize(self) -> None: ...
-
-
 class StreamSimulation(Protocol):
     """An observer of operations that follows a run as if each stream were one of a GPU.
 
-    `simulates_streams` is True; it distinguishes such an observer from others.
+    `simulates_streams` is True; it distinguishes such an observer from others. Its streams have the methods of CUDA's.
     """
 
     simulates_streams: bool
 
     @property
-    def current_stream(self) -> Stream: ...
+    def current_stream(self) -> Any: ...
 
-    def new_stream(self) -> Stream: ...
+    def new_stream(self) -> Any: ...
 
     def collective(
         self, group: Any, event: Any, launch: Callable[[], Callable[[], object]], read: Tensor, written: Tensor
@@ -54,14 +42,14 @@ def active_simulation() -> StreamSimulation | None:
     return next((one for one in active_observers() if getattr(one, "simulates_streams", False)), None)
 
 
-def new_stream(device: torch.device) -> Stream | None:
+def new_stream(device: torch.device) -> Any:
     """Return a new stream that runs beside the computation; None on a CPU without a simulation."""
     if simulation := active_simulation():
         return simulation.new_stream()
     return torch.cuda.Stream(device) if device.type == "cuda" else None
 
 
-def current_stream(device: torch.device) -> Stream | None:
+def current_stream(device: torch.device) -> Any:
     """Return the stream on which operations are launched; None on a CPU without a simulation."""
     if simulation := active_simulation():
         return simulation.current_stream

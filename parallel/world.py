@@ -265,7 +265,7 @@ def exit_with_error(error: Exception) -> NoReturn:
     """
     # The failure is counted before anything is printed: the count decides who prints.
     is_first = _count(FAILURE_KEY, isinstance(error, NodeError)) == 1
-    _print_and_exit(str(error) if is_first else None, FAILURE_KEY, EXIT_USER_ERROR)
+    _print_and_exit(str(error), is_first, FAILURE_KEY, EXIT_USER_ERROR)
 
 
 def has_lost_a_rank(error: Exception) -> bool:
@@ -284,30 +284,24 @@ def exit_after_loss(error: Exception) -> NoReturn:
     reason = f"another rank or its node was lost ({found}); start again to resume from the newest checkpoint"
     is_first = _count(LOSS_KEY, is_of_node=False) == 1
     time.sleep(LOSS_SECONDS)
-    _print_and_exit(reason if is_first else None, LOSS_KEY, watchdog.EXIT_CODE)
+    _print_and_exit(reason, is_first, LOSS_KEY, watchdog.EXIT_CODE)
 
 
-def _print_and_exit(reason: str | None, key: str, code: int) -> NoReturn:
-    """End this process, with an error line; None: after the rank that counted first under `key` has printed it."""
-    if reason is None:
-        _wait_until_printed(key)
+def _print_and_exit(reason: str, is_first: bool, key: str, code: int) -> NoReturn:
+    """End this rank. The first one prints an error line, and the others wait: the launcher kills all when one exits."""
     with suppress(OSError):  # a full disk must not change the exit code
-        if reason is not None:
+        if is_first:
             print(f"error: {reason}", file=sys.stderr, flush=True)
         sys.stdout.flush()
-    if reason is not None and dist.is_initialized():
-        with suppress(RuntimeError, ValueError):  # the rank that serves the store has ended
-            default_store().set(f"{key}/printed", "")
-    os._exit(code)
-
-
-def _wait_until_printed(key: str) -> None:
-    """Wait for the rank that prints the error: the launcher kills all ranks when the first one exits."""
     if dist.is_initialized():
         with suppress(RuntimeError, ValueError):  # the time is over, or the rank that serves the store has ended
-            default_store().wait([f"{key}/printed"], timedelta(seconds=PRINT_SECONDS))
-    else:
+            if is_first:
+                default_store().set(f"{key}/printed", "")
+            else:
+                default_store().wait([f"{key}/printed"], timedelta(seconds=PRINT_SECONDS))
+    elif not is_first:
         time.sleep(PRINT_SECONDS)  # nothing tells when it is printed; the launcher then ends this process
+    os._exit(code)
 
 
 def _count(key: str, is_of_node: bool) -> int:

@@ -2,21 +2,25 @@
 
 from collections import defaultdict
 from collections.abc import Callable
+from itertools import combinations
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from parallel.errors import ConfigError, check_type
 from parallel.mesh import Axis
-from parallel.torch_internals import FakeTensor, real_tensors, storage_id
+from parallel.torch_internals import FakeTensor, storage_id
 from zero.buckets.guarded_parameter import GuardedParameter
-from zero.fp8.convert import scaled_weights
-from zero.fp8.scaling import RECIPES, Blocks
+from zero.fp8.scaling import RECIPES, Blocks, scaled_weights
 from zero.memory.placement import OffloadConfig
 from zero.order.agreement import check_same_module
 from zero.partition.config import ZeroConfig
 from zero.partition.stage import Lifetime
+
+ORIGIN = 2**20  # the address that storages are said to have, which nothing reads: those of fake tensors have none
 
 
 def has_no_values(param: Tensor) -> bool:
@@ -80,7 +84,7 @@ def coded_weights(module: nn.Module, config: ZeroConfig) -> dict[nn.Parameter, B
     """Return the blocks of the weights that are gathered in FP8. Raises ConfigError if the module has none."""
     if config.gather_dtype is None:
         return {}
-    found = {param: RECIPES[products.recipe] for _, param, products in scaled_weights(module)}
+    found = {param: RECIPES[recipe] for _, param, recipe in scaled_weights(module)}
     if coded := {param: row.weight for param, row in found.items() if row.same_transposed}:
         return coded
     read = "multiplies by recipes that quantize a weight and its transpose apart" if found else "reads no weight in FP8"
@@ -110,41 +114,28 @@ def _check_storages(params: dict[str, nn.Parameter], buffers: dict[str, Tensor])
     Its values move to a flat buffer, and the other one would keep the old ones. Parts of one storage, such as the
     columns of a fused matrix, share no element.
     """
-    by_storage: defaultdict[int, dict[str, Tensor]] = defaultdict(dict)
-    for name, tensor in (*buffers.items(), *params.items()):
+    by_storage: defaultdict[int, dict[str, np.ndarray]] = defaultdict(dict)
+    for name, tensor in (*params.items(), *buffers.items()):
         if tensor.layout is torch.strided and tensor.numel():
-            by_storage[storage_id(tensor.untyped_storage())][name] = tensor
-    for tensors in by_storage.values():
-        before: dict[str, Tensor] = {}  # those that may reach beyond the first byte of the next one
-        for name, tensor in sorted(tensors.items(), key=lambda item: _extent(item[1]).start):
-            before = {other: t for other, t in before.items() if _extent(t).stop > _extent(tensor).start}
-            for other, earlier in before.items():
-                if not {name, other}.isdisjoint(params) and _share_elements(tensor, earlier):
-                    raise ValueError(
-                        f"{other} and {name} are views of the same memory, and would be two tensors once they are "
-                        "wrapped; assign one Parameter to both modules (`head.weight = embed.weight`), and compute a "
-                        "view of a parameter in forward"
-                    )
-            before[name] = tensor
+            by_storage[storage_id(tensor.untyped_storage())][name] = _place(tensor)
+    for places in by_storage.values():
+        for (name, place), (other, other_place) in combinations(places.items(), 2):
+            if name in params and np.shares_memory(place, other_place):
+                raise ValueError(
+                    f"{name} and {other} are views of the same memory, and would be two tensors once they are wrapped; "
+                    "assign one Parameter to both modules (`head.weight = embed.weight`), and compute a view of a "
+                    "parameter in forward"
+                )
 
 
-def _extent(tensor: Tensor) -> range:
-    """Return the bytes of its storage from the first to the last element of a tensor."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    first = tensor.storage_offset() * tensor.element_size()
-    return range(first, first + (last + 1) * tensor.element_size())
-
-
-@real_tensors()
-def _share_elements(tensor: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors of one storage, of any shapes, strides and dtypes, have a byte in common."""
-    is_used = torch.zeros(max(_extent(tensor).stop, _extent(other).stop), dtype=torch.bool, device="cpu")
-    _bytes_of(tensor, is_used).fill_(True)
-    return bool(_bytes_of(other, is_used).any())
-
-
-def _bytes_of(tensor: Tensor, storage: Tensor) -> Tensor:
-    """Return the view of `storage`, an element a byte, that `tensor` is of its own."""
+def _place(tensor: Tensor) -> np.ndarray:
+    """Return an array, not to be read, with the place that a tensor of any device has in its storage."""
     size = tensor.element_size()
-    strides = (*(stride * size for stride in tensor.stride()), 1)
-    return storage.as_strided((*tensor.shape, size), strides, tensor.storage_offset() * size)
+    described = {
+        "version": 3,
+        "typestr": f"|V{size}",
+        "shape": tuple(tensor.shape),
+        "strides": tuple(stride * size for stride in tensor.stride()),
+        "data": (ORIGIN + tensor.storage_offset() * size, True),
+    }
+    return np.asarray(SimpleNamespace(__array_interface__=described))

@@ -40,8 +40,7 @@ from zero.torch_ranks import AxisLike, as_axis
 from zero.units.access import UnitAccess
 from zero.units.hooks import Hook, ModuleHooks, PersistentHooks, hook_readers
 from zero.units.passes import Passes
-from zero.units.residency import Residency
-from zero.units.scheduler import UnitScheduler
+from zero.units.scheduler import Residency, UnitScheduler
 from zero.units.unit import Unit, assign_parameters, find_units, group_alike, named_units
 
 logger = logging.getLogger(__name__)
@@ -375,9 +374,9 @@ class ZeroDataParallel(nn.Module):
         """Return the number of elements of a bucket, for units with these parameters."""
         unit_numels = [sum(param.numel() for param in params.values()) for params in own.values()]
         if self.offload.config.mode == "auto":
-            chunk = search_chunk_size(unit_numels, self.offload.config, self.config.grain(levels))
-            logger.info("offload: chunks of %d elements, %d unfilled", chunk.numel, chunk.unfilled_numel)
-            return chunk.numel
+            numel, unfilled_numel = search_chunk_size(unit_numels, self.offload.config, self.config.grain(levels))
+            logger.info("offload: chunks of %d elements, %d unfilled", numel, unfilled_numel)
+            return numel
         return self.config.chosen_bucket_numel(sum(unit_numels), self.data.size, dtype)
 
     def _make_units(

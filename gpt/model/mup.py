@@ -11,7 +11,7 @@ With m = hidden_size / mup_base_width, and beside what a model has without muP,
 Fan-in is that of whole matrices, so nothing here depends on the tensor axis.
 """
 
-from torch import Tensor, nn
+from torch import nn
 
 from gpt.shape.config import ModelConfig
 
@@ -19,17 +19,6 @@ from gpt.shape.config import ModelConfig
 def is_hidden_matrix(name: str, param: nn.Parameter) -> bool:
     """Return whether a parameter of a GPT is a matrix between hidden layers: not an embedding, the head or a vector."""
     return name.startswith("blocks.") and param.dim() == 2
-
-
-class LogitScale(nn.Module):
-    """The factor of the logits, applied to what the head is applied to: this has fewer elements than logits have."""
-
-    def __init__(self, config: ModelConfig):
-        super().__init__()
-        self.factor = 1 / config.width_multiplier
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.factor
 
 
 def hidden_factor(name: str, param: nn.Parameter, config: ModelConfig) -> float:

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from gpt.kernels.attention import ATTENTION_KERNELS, Kernel
 from gpt.kernels.documents import Documents, needs_mask
 from gpt.kernels.norms import NORMS
-from gpt.model.mup import LogitScale, hidden_factor
+from gpt.model.mup import hidden_factor
 from gpt.model.rotary import Rotation, rotated, tables
 from gpt.shape.config import ROWS_PER_UNIT, ModelConfig, check_divides
 from parallel.mesh import Axis
@@ -36,8 +36,7 @@ from parallel.tensor.layers import (
     RowParallelLinear,
     TokenDropout,
     VocabParallelEmbedding,
-    column_parallel_linear,
-    gather_columns,
+    gathered_linear,
 )
 from parallel.tensor.linear_cross_entropy import linear_cross_entropy
 from parallel.tensor.random_streams import own_random_stream
@@ -230,7 +229,6 @@ class GPT(nn.Module):
         self.dropout = TokenDropout(config.dropout, tokens)
         self.blocks = nn.ModuleList(Block(config, tokens, norm) for _ in range(config.num_layers))
         self.final_norm = norm(config.hidden_size, eps=config.norm_eps)
-        self.logit_scale = LogitScale(config) if config.width_multiplier != 1 else nn.Identity()
         if not config.tied_head:
             self.head = VocabParallelEmbedding(config.padded_vocab_size, config.hidden_size, tokens)
         if summed := list(self.parameters_of_partial_gradients()):
@@ -294,7 +292,7 @@ class GPT(nn.Module):
                 loss_scale=loss_scale,
                 softmax=self.softmax,
             )
-        logits = gather_columns(column_parallel_linear(x, weight, self.tokens), self.tokens.axis)
+        logits = gathered_linear(x, weight, self.tokens)
         if self.softmax.cap is not None:
             logits = capped(logits, self.softmax.cap).to(logits.dtype)
         own_logits = logits[:, :vocab_size].unflatten(0, (num_sequences, -1))
@@ -314,7 +312,9 @@ class GPT(nn.Module):
         if documents and needs_mask(self.config.attention, self.config.head_size, dropout, embedded):
             documents = documents.with_mask(embedded.dtype)
         blocks = [partial(block, sequences=Sequences(num_sequences, rotation, documents)) for block in self.blocks]
-        return self.logit_scale(self.final_norm(self.run_blocks(blocks, self.dropout(embedded))))
+        hidden = self.final_norm(self.run_blocks(blocks, self.dropout(embedded)))
+        # By muP, logits are divided by the width; this has fewer elements than they have.
+        return hidden if self.config.width_multiplier == 1 else hidden * (1 / self.config.width_multiplier)
 
 
 def initialize(model: GPT, seed: int, data: Axis | None = None) -> None:

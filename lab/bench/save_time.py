@@ -28,7 +28,6 @@ from gpt.settings.run import CheckpointSettings
 from gpt.settings.settings import Settings
 from gpt.settings.training import TrainSettings
 from gpt.shape.config import ModelConfig
-from lab.bench.rounds import ratios
 from lab.pages.markdown import table
 from parallel.mesh import Mesh
 from parallel.store import shared_store
@@ -165,13 +164,13 @@ def main() -> None:
 
 def report(rounds: list[dict[str, float]], num_bytes: int, peaks: dict[str, int]) -> None:
     print(f"{num_bytes / 1e6:.0f} MB a rank, {len(rounds)} rounds, first rank\n")
-    times = {name: [found[name] for found in rounds] for name in rounds[0]}
     rows = []
-    for name, seconds in times.items():
-        of_plain = (statistics.median(ratios(seconds, times[plain])) for plain in ("copy to memory", "write to disk"))
-        median = statistics.median(seconds)
-        rows.append([name, f"{1e3 * median:.0f}", *(f"{x:.2f}" for x in (num_bytes / median / 1e9, *of_plain))])
-    print("\n".join(table(["", "median ms", "GB/s", "x plain copy to memory", "x plain write to disk"], rows)))
+    for name in rounds[0]:
+        seconds = statistics.median(found[name] for found in rounds)
+        plain = "copy to memory", "write to disk"
+        ratios = (f"{statistics.median(found[name] / found[one] for found in rounds):.2f}" for one in plain)
+        rows.append([name, f"{1e3 * seconds:.0f}", f"{num_bytes / seconds / 1e9:.2f}", *ratios])
+    print(*table(["", "median ms", "GB/s", "x plain copy to memory", "x plain write to disk"], rows), sep="\n")
     for name, peak in peaks.items():
         print(f"\n{name}: host memory at most {peak / 1e6:.0f} MB above its value before or after")
 

@@ -36,15 +36,15 @@ def with_compiled_code(
     The loss is compiled on GPUs, and blocks if the settings say so. What cannot be counted stays eager, with a warning.
     """
     one_layer, train = replace(settings.model, num_layers=1), settings.train
-    has_no_tensor_axis, is_on_gpu = settings.parallel.tensor_size == 1, settings.dry_run.backend == "nccl"
+    has_no_tensor_axis = settings.parallel.tensor_size == 1
     regions = []
-    if has_no_tensor_axis and is_on_gpu:
+    if has_no_tensor_axis and settings.dry_run.backend == "nccl":
         num_tokens = train.micro_batch_size * one_layer.seq_length
         softmax = Softmax(cap=one_layer.logit_cap, z_loss=train.z_loss)
         regions += [loss_region(one_layer, softmax, num_rows, train.dtype) for num_rows in rows_of_chunks(num_tokens)]
     if has_no_tensor_axis and train.compiles_blocks and activations.store == "none":
-        of_block = one_layer, train.micro_batch_size, train.dtype, settings.data.mask_documents
         kinds = [train.fp8, None] if train.matmul == "fp8" else [None]  # the first and last blocks may not be in FP8
+        of_block = one_layer, train.micro_batch_size, train.dtype, settings.data.mask_documents
         regions += [block_region(*of_block, kind) for kind in kinds]
     elif train.compiles_blocks:
         logger.warning("kernels of compiled blocks are counted eager with tensor parallelism or recomputation")

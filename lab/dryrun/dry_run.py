@@ -82,9 +82,9 @@ def dry_run(settings: Settings) -> Recording:
 def record_step(
     settings: Settings, world: World, tensor_mode: AbstractContextManager[Any], num_steps_before: int
 ) -> Recording:
-    """Build the run in any world, imitated or real, and record a step after `num_steps_before` others.
+    """Build the run in any world, and record a step after others of few micro-batches.
 
-    The others have few micro-batches. Tensors are made inside the context `tensor_mode`.
+    Tensors are made inside the context `tensor_mode`.
     """
     settings = replace(settings, train=replace(settings.train, compile="none"))  # fake tensors cannot be compiled
     mesh = build_mesh(settings, world)
@@ -139,10 +139,7 @@ def _streams(settings: Settings, world: World) -> AbstractContextManager[Any]:
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Switch off Python's garbage collector, which would take a tenth of the time of a deep model's dry run.
-
-    A step makes no reference cycles, so memory is freed without the collector.
-    """
+    """Switch off Python's garbage collector, which would take a tenth of the time: a step makes no reference cycles."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,7 +1,6 @@
 """The report of a dry run: RUN/report.json for programs, and tables for people."""
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from gpt.builder.host_memory import bytes_on_host
 from gpt.monitor.collectives import profile
 from gpt.monitor.console import RunConsole
 from gpt.monitor.units import count, num_bytes, seconds, unit_of
-from gpt.settings.analysis import DryRunSettings
 from gpt.settings.settings import Settings
 from gpt.shape.flops import hardware_flops, model_flops
 from lab.dryrun.collectives import REPORT, profile_table, right_aligned
@@ -37,12 +35,7 @@ def run_and_report(settings: Settings, console: RunConsole) -> None:
     with no_garbage_collection():
         cluster = settings.dry_run.cluster
         timeline = project_recording(recording, ClusterSpec.load(cluster)) if cluster else None
-
-        def saved_bytes(num_nodes: int) -> int:
-            on_host = bytes_on_host(settings, recording.state.mesh, float, num_nodes)
-            return round(on_host.snapshots + on_host.saves) if settings.checkpoint.snapshot_every else 0
-
-        report = make_report(recording, settings.dry_run, settings.train.global_batch_size, timeline, saved_bytes)
+        report = make_report(recording, settings, timeline)
         console.say(headline(report))
         if settings.data.mask_documents:
             console.say("documents are kept apart: time, FLOPs and MFU are those of one document a sequence")
@@ -73,25 +66,19 @@ def run_and_report(settings: Settings, console: RunConsole) -> None:
     console.say(f"the full report and its plots are in {folder}")
 
 
-def make_report(
-    recording: Recording,
-    dry_run: DryRunSettings,
-    global_batch_size: int,
-    timeline: Timeline | None,
-    saved_bytes: Callable[[int], int] = lambda num_nodes: 0,
-) -> dict[str, Any]:
+def make_report(recording: Recording, settings: Settings, timeline: Timeline | None) -> dict[str, Any]:
     """Return the report as a tree for JSON.
 
-    With the timeline of a step on a cluster, the report also says if the run fits there, and how fast it is. A rank
-    has `saved_bytes(number of nodes)` in host memory for snapshots, which a dry run does not save.
+    With the timeline of a step on a cluster, the report also says if the run fits there, and how fast it is.
     """
     state, size, model = recording.state, recording.state.mesh.size, recording.state.config
+    global_batch_size = settings.train.global_batch_size
     report: dict[str, Any] = {
         "world_size": size,
-        "rank": dry_run.rank,
+        "rank": settings.dry_run.rank,
         "data_size": state.mesh.data.size,
         "tensor_size": state.mesh.tensor.size,
-        "imitated_backend": dry_run.backend,
+        "imitated_backend": settings.dry_run.backend,
         "parameters": state.num_parameters_of_model,
         "parameters_of_this_rank": state.num_parameters,
         "resident_bytes": recording.resident,
@@ -114,7 +101,10 @@ def make_report(
         report["cluster"] = asdict(cluster)
         report["fits"] = sum(recording.peak[DEVICE].values()) <= cluster.usable_gpu_bytes
         on_node = min(size, cluster.gpus_per_node)
-        on_host = (sum(recording.peak[HOST].values()) + saved_bytes(size // on_node)) * on_node
+        on_host = sum(recording.peak[HOST].values()) * on_node
+        if settings.checkpoint.snapshot_every:  # a dry run saves nothing
+            saved = bytes_on_host(settings, state.mesh, float, size // on_node)
+            on_host += round(saved.snapshots + saved.saves) * on_node
         report["node_host_bytes"] = on_host
         report["fits_host"] = on_host <= cluster.host_memory_gb * 1e9
         report["step"] = {

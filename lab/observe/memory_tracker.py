@@ -1,9 +1,5 @@
 """A tracker of memory: the bytes that tensors of each kind occupy, now and at the peak of the total.
 
-    with MemoryTracker(device) as tracker:    counts every storage from its allocation until it is freed
-        ...
-    tracker.device.peak                       {TensorKind.PARAMETERS: bytes, ...} at the moment of the highest total
-
 While a tracker is active, every operation calls Python code, so a step is slow.
 """
 
@@ -88,11 +84,7 @@ class MemoryTracker(MemoryObserver):
 
     A fake tensor counts like the real one that it imitates, if the tracker is entered after the `FakeTensorMode`. A
     storage that is older than the tracker is counted when an operation first returns it. Views count once, with their
-    storage.
-
-    While a tracker is active, `torch.UntypedStorage.resize_` is replaced for the whole process, because no dispatch
-    mode sees a resize. `observe_resizes` (lab/observe/torch_internals.py) replaces it, and restores it when the last
-    active tracker exits, in whatever order trackers exit and also if a block raises.
+    storage. While a tracker is active, `torch.UntypedStorage.resize_` is replaced for the whole process.
     """
 
     def __init__(self, device: torch.device):
@@ -137,12 +129,9 @@ class MemoryTracker(MemoryObserver):
         self._active.close()
 
     def on_operation(self, function: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> None:
-        if isinstance(output, Tensor):
-            self._track(output)
-        elif isinstance(output, (tuple, list)):
-            for part in output:
-                if isinstance(part, Tensor):
-                    self._track(part)
+        for tensor in output if isinstance(output, (tuple, list)) else (output,):
+            if isinstance(tensor, Tensor):
+                self._track(tensor)
 
     def _track(self, tensor: Tensor) -> _TrackedStorage:
         """Return the record of the tensor's storage; create it if the storage is new to this tracker."""
@@ -179,8 +168,7 @@ class MemoryTracker(MemoryObserver):
         memory = self.host if on_host else tracked.memory
         if memory is tracked.memory and kind is tracked.kind:
             return
-        # The bytes are subtracted from the old kind before they are added to the new one. The other order would count
-        # them twice, and record a peak that never was.
+        # Subtracted before they are added: the other order would record a peak that never was.
         tracked.memory.num_allocations[tracked.kind] -= tracked.is_new
         tracked.memory.change(tracked.kind, -tracked.num_bytes)
         tracked.memory, tracked.kind = memory, kind

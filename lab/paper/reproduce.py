@@ -13,13 +13,13 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from lab.pages.markdown import table, with_blocks
-from lab.paper import memory, tables, throughput
+from lab.paper import memory, throughput
 from lab.paper.experiments import PAPER
 from lab.paper.results import Part
 
 PARTS: dict[str, Callable[[], Part]] = {
-    "table1": tables.table_1,
-    "table2": tables.table_2,
+    "table1": memory.table_1,
+    "table2": memory.table_2,
     "figure1": memory.figure_1,
     "figure2": partial(throughput.against_size, "figure2", "Figure 2: throughput against model size"),
     "figure3": throughput.figure_3,

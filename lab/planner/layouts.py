@@ -115,10 +115,7 @@ def with_values(settings: Settings, values: Mapping[str, Any]) -> Settings:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The memory and time of one step with a layout, by closed forms.
-
-    They do not say how much of the data axis' traffic computation hides, so they bound the time from both sides.
-    """
+    """The memory and the bounds of the time of one step with a layout, by closed forms."""
 
     layout: CandidateLayout
     device_bytes: float  # of one rank
@@ -277,10 +274,9 @@ def offload_seconds(on_host: ModelStates, itemsize: int, num_micro_batches: int,
 def step_seconds(work: Workload, settings: Settings, cluster: ClusterSpec, world_size: int) -> tuple[float, float]:
     """Return the longest and the shortest time of one step.
 
-    Either is the sum of three times of each micro-batch: of the computation and the traffic of the data axis, of
-    tensor-parallel all-reduces, and of the traffic of the activation store that does not overlap the computation. The
-    shortest has only the longer one of computation and data axis if these may overlap; what is sent once a step
-    overlaps one micro-batch.
+    Either is the sum, over micro-batches, of the computation and the traffic of the data axis, tensor-parallel
+    all-reduces, and what the activation store sends that does not overlap. The shortest has only the longer one of
+    computation and data axis if these may overlap; what is sent once a step overlaps one micro-batch.
     """
     model, tensor_size, store = settings.model, settings.parallel.tensor_size, settings.activations.store
     recomputes = settings.activations.recomputes

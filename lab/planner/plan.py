@@ -27,17 +27,21 @@ from gpt.settings.settings import Settings
 from lab.dryrun.collectives import right_aligned
 from lab.measure.cluster import ClusterSpec
 from lab.planner.depth import Estimate
-from lab.planner.front import Choice, front, front_table, plot_front, spread
 from lab.planner.layouts import FIELDS, CandidateLayout, with_values
 from lab.planner.plan_report import (
+    Choice,
     chosen_lines,
     closed_form_table,
     constraint_lines,
+    front,
+    front_table,
     launch_lines,
+    plot_front,
+    spread,
     too_large_line,
     verified_table,
 )
-from lab.planner.remedies import remedies
+from lab.planner.remedies import remedies, verified_remedies
 from lab.planner.search import DEFAULT_TO_VERIFY, DoesNotFit, Plan, Search, show_progress
 from parallel.errors import ConfigError, exit_on_config_error
 
@@ -137,7 +141,7 @@ def report_plan(search: Search, console: Console) -> Settings:
         smallest = min(plan.fitting, key=lambda found: found.device_bytes).layout
         raise ConfigError(
             f"none of the best layouts fits in a dry run; raise --verify={search.num_to_verify}, or "
-            f"{search.verified_remedies(smallest)}"
+            f"{verified_remedies(smallest, search)}"
         )
     for line in chosen_lines(fitting, search):
         console.print(line)
@@ -151,15 +155,14 @@ def plan_and_verify(search: Search, console: Console) -> tuple[Plan, dict[Candid
     try:
         plan = search.plan()
     except DoesNotFit as error:
-        raise ConfigError(f"{error}; {search.verified_remedies(error.smallest.layout)}") from error
+        raise ConfigError(f"{error}; {verified_remedies(error.smallest.layout, search)}") from error
     verified = search.verify(plan)
     search.verify_simpler(plan, verified)
     print_table(console, verified_table(verified, search))
     if others := [found for found in plan.fitting if found.layout not in verified]:
         print_table(console, closed_form_table(others))
     for found in plan.too_large:
-        remedy = remedies(found.layout, search.settings, search.cluster, search.num_nodes)
-        console.print(too_large_line(found, search.cluster, remedy))
+        console.print(too_large_line(found, search.cluster, remedies(found.layout, search)))
     return plan, search.fitting(verified)
 
 

@@ -21,13 +21,11 @@ from lab.planner.depth import (
     shallow_runs,
 )
 from lab.planner.layouts import FIELDS, CandidateLayout, Prediction, candidate_layouts, fits, predict, value_of
-from lab.planner.remedies import remedies
 from parallel.errors import ConfigError
 from parallel.fields import shown
 
 MAX_DRY_RUNS = 3  # for each layout to verify, because some turn out not to fit
 DEFAULT_TO_VERIFY = 3  # layouts
-MAX_REMEDIES = 6  # that are confirmed by dry runs
 ASSUMED_ERROR = 0.1  # of projections on a cluster whose file states none
 
 
@@ -207,21 +205,6 @@ class Search:
         """Return the settings of the run that was estimated."""
         settings = layout.applied_to(self.settings)
         return planned_settings(settings, self.cluster, estimate.budget_gb) if estimate.budget_gb else settings
-
-    def verified_remedies(self, layout: CandidateLayout) -> str:
-        """Return, in words, what makes a layout fit in a dry run."""
-        found = []
-        for remedy in remedies(layout, self.settings, self.cluster, self.num_nodes)[:MAX_REMEDIES]:
-            show_progress(f"dry run with {remedy}")
-            world_size = remedy.num_nodes * self.cluster.gpus_per_node
-            changed = replace(self, settings=remedy.settings, world_size=world_size)
-            try:
-                estimate = changed.estimate(CandidateLayout.of(remedy.settings))
-            except ConfigError:
-                continue
-            if self.fits(estimate):
-                found.append(f"{remedy} ({estimate.device_peak_bytes / 1e9:.1f} GB)")
-        return f"it fits with {', or with '.join(found)}" if found else "use a smaller model"
 
     def verify(self, plan: Plan) -> dict[CandidateLayout, Estimate]:
         """Estimate the first layouts of each order, until `num_to_verify` partitions have one that fits.

@@ -12,7 +12,7 @@ from pathlib import Path
 import yaml
 
 from lab.measure.fit import Constants, fitted, with_constants
-from lab.published.predictions import cluster_of, predict
+from lab.published.predict import cluster_of, predict
 from lab.published.rows import LATE_ROWS, read_rows
 
 

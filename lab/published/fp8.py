@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from lab.measure.fit import Constants
 from lab.pages.markdown import table, with_blocks
 from lab.published.calibrate import CALIBRATED, LATE_FITS, calibrated
-from lab.published.predict import NUM_JOBS, record_all
-from lab.published.predictions import Prediction
+from lab.published.predict import NUM_JOBS, Prediction, record_all
 from lab.published.reproduce import constants_lines, error_lines, row_lines, variants_of
 from lab.published.rows import LATE_ROWS, ROOT, Row, read_rows
 

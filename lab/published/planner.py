@@ -1,6 +1,6 @@
 """Write the figures of docs/published/planner.md: published layouts beside those that the planner finds.
 
-    python -m lab.published.planner [ROW ...] [--output PAGE]
+    python -m lab.published.planner [ROW ...]
 
 Both run in this program, with its buckets and overlap, and on the same batch: only stage, tensor size, micro-batch,
 activation store and offload differ. The planner is not told the published layout. Dry runs are kept in runs/published:
@@ -16,7 +16,6 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import date
 from multiprocessing import get_context
-from pathlib import Path
 
 import torch
 
@@ -25,9 +24,8 @@ from lab.pages.markdown import table, with_blocks
 from lab.planner.depth import Estimate
 from lab.planner.layouts import CandidateLayout
 from lab.planner.search import DEFAULT_TO_VERIFY, Search
-from lab.published import predictions
-from lab.published.predict import NUM_JOBS
-from lab.published.predictions import cluster_of
+from lab.published import predict
+from lab.published.predict import NUM_JOBS, cluster_of
 from lab.published.row_settings import settings_of, settings_tree
 from lab.published.rows import ROOT, Row, read_rows
 from lab.published.sources import FOUND
@@ -75,7 +73,7 @@ def search_of(row: Row, num_to_verify: int = DEFAULT_TO_VERIFY) -> Search:
     settings = settings_of(tree, row.gpus)
     steps = math.ceil(TOKENS_A_PARAMETER * row.parameters / (settings.train.global_batch_size * row.seq))
     settings = replace(settings, train=replace(settings.train, steps=steps))
-    kept = predictions.KEPT_RUNS
+    kept = predict.KEPT_RUNS
     return Search(settings, cluster_of(row), row.gpus, num_to_verify=num_to_verify, kept_runs=kept)
 
 
@@ -121,15 +119,12 @@ def main(arguments: Sequence[str]) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     by_id = {row.id: row for row in read_rows()}
     parser.add_argument("rows", nargs="*", metavar="ROW", help="rows of configs/published/rows.csv; by default eight")
-    parser.add_argument("--output", type=Path, default=PAGE, help="page to write")
-    options = parser.parse_args(arguments)
-    if unknown := [name for name in options.rows if name not in by_id]:
+    names = parser.parse_args(arguments).rows or ROWS
+    if unknown := [name for name in names if name not in by_id]:
         raise ConfigError(f"ROW={unknown[0]} is none of the {len(by_id)} rows of configs/published/rows.csv; name one")
     with ProcessPoolExecutor(NUM_JOBS, get_context("spawn")) as pool:
-        comparisons = list(pool.map(compare, [by_id[name] for name in options.rows or ROWS]))
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(page(comparisons))
-    print(options.output)
+        PAGE.write_text(page(list(pool.map(compare, [by_id[name] for name in names]))))
+    print(PAGE)
 
 
 if __name__ == "__main__":

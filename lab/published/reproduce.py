@@ -13,8 +13,7 @@ from dataclasses import replace
 from lab.measure.fit import Constants, fitted, with_constants
 from lab.pages.markdown import table, with_blocks
 from lab.published.calibrate import ALL_FITS, CALIBRATED, FITS, calibrated
-from lab.published.predict import NUM_JOBS, record_all
-from lab.published.predictions import Prediction, cluster_of, predict
+from lab.published.predict import NUM_JOBS, Prediction, cluster_of, predict, record_all
 from lab.published.rows import ROOT, Row, read_rows
 from lab.published.sources import EFFECTS, gpu_type, program_of
 from lab.published.sources import without as without_effect

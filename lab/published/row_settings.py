@@ -93,7 +93,7 @@ def _zero(row: Row) -> dict[str, Any]:
         "bucket_numel": bucket_numel,
         "overlap": row.stage > 0,
         "overlap_gather": row.stage in (1, 2) and row.source.startswith(OVERLAP_GATHERS),
-        "reduce_dtype": row.reduced_type,
+        "reduce_dtype": "fp32" if row.reduce_dtype == "fp32" else row.half_precision,
     }
 
 

@@ -161,18 +161,9 @@ class Row:
         return "HSDP" in self.recompute_detail or "data parallel between" in self.optimizer
 
     @property
-    def attends_in_fp8(self) -> bool:
-        return "FP8 attention" in self.notes
-
-    @property
     def saves_products(self) -> bool:
         """True if each second product is recomputed, as by torchtitan's activation checkpointing of operations."""
         return "every second matmul" in self.recompute_detail
-
-    @property
-    def reduced_type(self) -> str:
-        """The type in which gradients are reduced: fp32, or the half precision of the parameters."""
-        return "fp32" if self.reduce_dtype == "fp32" else self.half_precision
 
     @property
     def half_precision(self) -> str:

@@ -32,7 +32,9 @@ def program_of(row: Row) -> Program:
         "saves_products": row.saves_products,
     }
     program = Program(**({name: True for name, applies in of_row.items() if applies} | own))
-    return replace(program, attention_gain=program.attention_gain * (FP8_ATTENTION if row.attends_in_fp8 else 1))
+    return replace(
+        program, attention_gain=program.attention_gain * (FP8_ATTENTION if "FP8 attention" in row.notes else 1)
+    )
 
 
 def quantization_of(row: Row) -> Quantization | None:

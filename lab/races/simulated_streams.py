@@ -142,8 +142,8 @@ class SimulatedEvent:
 class SimulatedStreams:
     """All streams of a run. `current` is that on which operations are launched, at first the computation's."""
 
-    def __init__(self) -> None:
-        self.launches: list[Launch] | None = None  # all launches, in the order of the host, if they are recorded
+    def __init__(self, records_launches: bool) -> None:
+        self.launches: list[Launch] | None = [] if records_launches else None  # in the order of the host
         self._num_side_streams = 0
         self.host = SimulatedStream(self, HOST)
         self.current = SimulatedStream(self, COMPUTATION)

@@ -85,7 +85,7 @@ class StreamChecker(MemoryObserver):
 
     simulates_streams = True
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, *, records_launches: bool = False):
         self._device_type = device.type
         self.default = TensorKind.OTHER, False  # (kind, on_host) of storages that are not tagged
         self.reports: list[str] = []
@@ -94,7 +94,7 @@ class StreamChecker(MemoryObserver):
         self._communicators: dict[Any, SimulatedStream] = {}  # by process group
         self._pools = MemoryPools()
         self._is_active = self._is_hidden = False
-        self._streams = SimulatedStreams()
+        self._streams = SimulatedStreams(records_launches)
         self._host = self._streams.host
 
     def __enter__(self) -> Self:
@@ -112,12 +112,8 @@ class StreamChecker(MemoryObserver):
 
     @property
     def launches(self) -> list[Launch]:
-        """The launches since `record_launches`, in the order of the host."""
+        """The launches, in the order of the host, if `records_launches`."""
         return self._streams.launches or []
-
-    def record_launches(self) -> None:
-        """Record all launches from now on; call this before the first one."""
-        self._streams.launches = []
 
     def raise_reports(self) -> None:
         """Raise StreamError with the reports since the last call, if there are any."""
@@ -126,15 +122,6 @@ class StreamChecker(MemoryObserver):
             more = len(reports) - MAX_REPORTS
             lines = reports[:MAX_REPORTS] + ([f"and {more} more"] if more > 0 else [])
             raise StreamError("on a GPU this run would race:\n" + "\n".join(lines))
-
-    @contextmanager
-    def hidden(self) -> Iterator[None]:
-        """Observe nothing in this block."""
-        outer, self._is_hidden = self._is_hidden, True
-        try:
-            yield
-        finally:
-            self._is_hidden = outer
 
     @property
     def current_stream(self) -> SimulatedStream:
@@ -157,9 +144,11 @@ class StreamChecker(MemoryObserver):
         access = communicator.launch(event.op, (members, event.message_bytes, event.dtype))
         self._read(read, access)
         self._write(written, access)
-        with self.hidden():
-            # Completed at once: without the wait that may be missing, gloo would hang before that is reported.
-            launch()()
+        self._is_hidden = True  # nothing of what gloo does is observed
+        try:
+            launch()()  # completed at once: without the wait that may be missing, gloo would hang before the report
+        finally:
+            self._is_hidden = False
         return SimulatedWait(self, access, (read, written))
 
     def read_on_host(self, tensors: Iterable[Tensor]) -> None:
@@ -213,14 +202,12 @@ class StreamChecker(MemoryObserver):
     ) -> tuple[SimulatedStream, bool]:
         """Return the stream that runs an operation, and whether the host waits for it."""
         on_host = [tensor for tensor in (*written, *read) if self._memory_of(tensor).is_on_host]
-        num_tensors = len(read) + len(written)
-        if len(on_host) == num_tensors:
+        if len(on_host) == len(read) + len(written):
             return (self._host if on_host or self.default[1] else self.current_stream), False
         if not on_host:
             return self.current_stream, roles.blocks_host
         if roles.name == "copy_":
-            is_blocking = not (kwargs.get("non_blocking") or args[2:3] == (True,))
-            return self.current_stream, is_blocking
+            return self.current_stream, not (kwargs.get("non_blocking") or args[2:3] == (True,))
         # Device and host memory are used together: on a GPU one has been copied by `.to`, for which the host waits.
         if written and not self._memory_of(written[0]).is_on_host:
             return self.current_stream, True
@@ -308,8 +295,8 @@ class StreamChecker(MemoryObserver):
 
 
 @contextmanager
-def streams_checked(device: torch.device) -> Iterator[StreamChecker]:
+def streams_checked(device: torch.device, *, records_launches: bool = False) -> Iterator[StreamChecker]:
     """Check the streams of this block. Raises StreamError at its end if operations in it would race on a GPU."""
-    with StreamChecker(device) as checker:
+    with StreamChecker(device, records_launches=records_launches) as checker:
         yield checker
     checker.raise_reports()

@@ -3,6 +3,7 @@
 import socket
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from itertools import pairwise
 
 from rich.table import Table
 
@@ -33,10 +34,9 @@ def links_of(nodes: Sequence[str], axis: str, mesh: Mesh) -> Counter[tuple[str, 
     """Return {(node, node): links between neighbours in the rings of an axis}; (a, a) means inside node a."""
     links: Counter[tuple[str, str]] = Counter()
     for group in ring_members(axis, mesh.data.size, mesh.tensor.size):
-        last = len(group) if len(group) > 2 else len(group) - 1  # a ring of two has one link
-        for place in range(last):
-            one, other = sorted((nodes[group[place]], nodes[group[(place + 1) % len(group)]]))
-            links[one, other] += 1
+        ring = [*group, group[0]] if len(group) > 2 else group  # a ring of two has one link
+        for one, other in pairwise(nodes[rank] for rank in ring):
+            links[min(one, other), max(one, other)] += 1
     return links
 
 

@@ -15,53 +15,44 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from parallel.tensor.layers import Linears, column_linears, part_of
-from parallel.tensor.products import OWN_PRECISION, Products
+from parallel.tensor.layers import SplitLinear, part_of
 from parallel.tensor.token_layout import TokenLayout
 
 
-class PackedHeads(nn.Module):
+class PackedHeads(SplitLinear):
     """A projection, (tokens of this rank, in) -> queries, keys and values, (batch, seq, own heads, head_dim) each.
 
-    Rows are ordered (head, q | k | v, head_dim), so that equal parts of the rows are whole heads. `traced` is as for a
-    column-parallel layer.
+    Rows are ordered (head, q | k | v, head_dim), so that equal parts of the rows are whole heads.
     """
 
     split_dims: ClassVar = {"weight": 0, "bias": 0}
-    traced: Linears | None = None
-    products: Products = OWN_PRECISION
 
     def __init__(self, in_features: int, num_heads: int, head_dim: int, tokens: TokenLayout, has_bias: bool):
-        super().__init__()
-        self.tokens, self.head_dim = tokens, head_dim
-        self.packed_rows = {"weight": (head_dim,) * 3}
+        super().__init__(tokens)
+        self.head_dim, self.packed_rows = head_dim, {"weight": (head_dim,) * 3}
         num_rows = 3 * part_of(num_heads, tokens.axis, "the number of heads") * head_dim
         self.weight = nn.Parameter(torch.empty(num_rows, in_features))
         self.bias = nn.Parameter(torch.empty(num_rows)) if has_bias else None
 
     def forward(self, x: Tensor, num_sequences: int) -> tuple[Tensor, ...]:
-        biases = [] if self.bias is None else [self.bias]
-        (qkv,) = column_linears(x, [self.weight], biases, self)
+        (qkv,) = self.columns(x, [self.weight], [] if self.bias is None else [self.bias])
         return qkv.unflatten(0, (num_sequences, -1)).unflatten(-1, (-1, 3, self.head_dim)).unbind(-2)
 
 
-class GroupedHeads(nn.Module):
+class GroupedHeads(SplitLinear):
     """A projection as `PackedHeads`, to fewer heads of keys and values than of queries.
 
     Rows of `kv_weight` are ordered (head, k | v, head_dim). The size of the axis must divide the number of heads of
-    keys and values, or be a multiple of it. `traced` is as for a column-parallel layer.
+    keys and values, or be a multiple of it.
     """
 
-    traced: Linears | None = None
-    products: Products = OWN_PRECISION
     dims: ClassVar = {"q_weight": 0, "q_bias": 0, "kv_weight": 0, "kv_bias": 0}
 
     def __init__(
         self, in_features: int, num_heads: int, num_kv_heads: int, head_dim: int, tokens: TokenLayout, has_bias: bool
     ):
-        super().__init__()
-        axis = self.axis = tokens.axis
-        self.tokens, self.head_dim = tokens, head_dim
+        super().__init__(tokens)
+        axis, self.head_dim = tokens.axis, head_dim
         self.rows_of_head = 2 * head_dim  # of keys and values: those that a rank applies of a weight that ranks share
         is_shared = axis.size > num_kv_heads and axis.size % num_kv_heads == 0
         self.ranks_per_head = axis.size // num_kv_heads if is_shared else 1
@@ -76,7 +67,7 @@ class GroupedHeads(nn.Module):
     def forward(self, x: Tensor, num_sequences: int) -> tuple[Tensor, ...]:
         weights = [self.q_weight, self._own(self.kv_weight)]
         biases = [] if self.q_bias is None or self.kv_bias is None else [self.q_bias, self._own(self.kv_bias)]
-        products = column_linears(x, weights, biases, self)
+        products = self.columns(x, weights, biases)
         q, kv = (product.unflatten(0, (num_sequences, -1)) for product in products)
         return q.unflatten(-1, (-1, self.head_dim)), *kv.unflatten(-1, (-1, 2, self.head_dim)).unbind(-2)
 
@@ -84,5 +75,5 @@ class GroupedHeads(nn.Module):
         """Return the rows that this rank applies."""
         if self.ranks_per_head == 1:
             return of_keys_and_values
-        first = self.axis.rank // self.ranks_per_head * self.rows_of_head
+        first = self.tokens.axis.rank // self.ranks_per_head * self.rows_of_head
         return of_keys_and_values[first:][: self.rows_of_head]

@@ -7,7 +7,7 @@ parallel/tensor/split_parameters.py.
 """
 
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -40,44 +40,58 @@ def part_of(size: int, axis: Axis, what: str) -> int:
     return size // axis.size
 
 
-class ColumnParallelLinear(nn.Module):
-    """A linear layer, (tokens of this rank, in) -> (all tokens, out / size).
+class SplitLinear(nn.Module):
+    """A module whose linear layers are split along the tensor axis.
 
-    Each rank has its rows of weight (out, in) and of bias (out,), if it has one. `traced` is what torch traces instead
-    of the layer, if the layer sends anything.
+    `traced` is what torch traces instead of them, if they send anything.
     """
 
-    split_dims: ClassVar = {"weight": 0, "bias": 0}
     traced: Linears | None = None
     products: Products = OWN_PRECISION
 
-    def __init__(self, in_features: int, out_features: int, tokens: TokenLayout, has_bias: bool = True):
+    def __init__(self, tokens: TokenLayout):
         super().__init__()
         self.tokens = tokens
+
+    def columns(self, x: Tensor, weights: Tensors, biases: Tensors) -> Tensors:
+        """Apply several column-parallel layers to one input, which is gathered once, as is its gradient reduced.
+
+        `biases` has as many tensors as `weights`, or none.
+        """
+        if self.traced is not None and is_traced(x):
+            return self.traced(x, weights, biases)
+        return _ColumnLinears.apply(x, Split(self.tokens, self.products), len(weights), *weights, *biases)
+
+
+class ColumnParallelLinear(SplitLinear):
+    """A linear layer, (tokens of this rank, in) -> (all tokens, out / size).
+
+    Each rank has its rows of weight (out, in) and of bias (out,), if it has one.
+    """
+
+    split_dims: ClassVar = {"weight": 0, "bias": 0}
+
+    def __init__(self, in_features: int, out_features: int, tokens: TokenLayout, has_bias: bool = True):
+        super().__init__(tokens)
         own_features = part_of(out_features, tokens.axis, "the number of output features")
         self.weight = nn.Parameter(torch.empty(own_features, in_features))
         self.bias = nn.Parameter(torch.empty(own_features)) if has_bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        biases = [] if self.bias is None else [self.bias]
-        (y,) = column_linears(x, [self.weight], biases, self)
+        (y,) = self.columns(x, [self.weight], [] if self.bias is None else [self.bias])
         return y
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(SplitLinear):
     """A linear layer, (all tokens, in / size) -> (tokens of this rank, out).
 
-    Each rank has its columns of weight (out, in) and the whole bias (out,), if there is one. `traced` is as for the
-    column-parallel one.
+    Each rank has its columns of weight (out, in) and the whole bias (out,), if there is one.
     """
 
     split_dims: ClassVar = {"weight": 1}
-    traced: Linears | None = None
-    products: Products = OWN_PRECISION
 
     def __init__(self, in_features: int, out_features: int, tokens: TokenLayout, has_bias: bool = True):
-        super().__init__()
-        self.tokens = tokens
+        super().__init__(tokens)
         own_features = part_of(in_features, tokens.axis, "the number of input features")
         self.weight = nn.Parameter(torch.empty(out_features, own_features))
         self.bias = nn.Parameter(torch.empty(out_features)) if has_bias else None
@@ -133,10 +147,13 @@ class VocabParallelEmbedding(nn.Module):
         return _Reduce.apply(rows.masked_fill_(is_elsewhere[:, None], 0), self.tokens)
 
 
-def column_parallel_linear(x: Tensor, weight: Tensor, tokens: TokenLayout) -> Tensor:
-    """Apply a column-parallel linear layer without a bias, (tokens of this rank, in) -> (all tokens, out / size)."""
+def gathered_linear(x: Tensor, weight: Tensor, tokens: TokenLayout) -> Tensor:
+    """Apply a linear layer without a bias, whose rows are divided, (tokens of this rank, in) -> (all tokens, out).
+
+    The result's gradient must be equal on all ranks.
+    """
     (y,) = _ColumnLinears.apply(x, Split(tokens, OWN_PRECISION), 1, weight)
-    return y
+    return _GatherColumns.apply(y, tokens.axis)
 
 
 class Split(NamedTuple):
@@ -144,24 +161,6 @@ class Split(NamedTuple):
 
     tokens: TokenLayout
     products: Products
-
-
-class ColumnParallel(Protocol):
-    """A module that applies column-parallel layers; `traced` and `products` are those of `ColumnParallelLinear`."""
-
-    tokens: TokenLayout
-    traced: Linears | None
-    products: Products
-
-
-def column_linears(x: Tensor, weights: Tensors, biases: Tensors, layer: ColumnParallel) -> Tensors:
-    """Apply several column-parallel linear layers to one input, which is gathered once, as is its gradient reduced.
-
-    `biases` has as many tensors as `weights`, or none. Torch traces `layer.traced` instead, if there is one.
-    """
-    if layer.traced is not None and is_traced(x):
-        return layer.traced(x, weights, biases)
-    return _ColumnLinears.apply(x, Split(layer.tokens, layer.products), len(weights), *weights, *biases)
 
 
 def column_products(x: Tensor, weights: Tensors, biases: Tensors, split: Split) -> list[Tensor]:
@@ -217,11 +216,6 @@ def row_gradients(
     gathered.wait()
     of_x, of_weights = split.products.input_gradient([whole], weights), split.products.weight_gradients([whole], x)
     return of_x, of_weights, [whole.sum(0)] if needed[2] else []
-
-
-def gather_columns(own: Tensor, axis: Axis) -> Tensor:
-    """Gather (tokens, n) from every rank into (tokens, size * n). The result's gradient must be equal on all ranks."""
-    return _GatherColumns.apply(own, axis)
 
 
 class _ColumnLinears(torch.autograd.Function):
@@ -281,6 +275,8 @@ class _OnFirstRank(torch.autograd.Function):
 
 
 class _GatherColumns(torch.autograd.Function):
+    """The gather of (tokens, n) from every rank into (tokens, size * n)."""
+
     @staticmethod
     def forward(ctx: Any, own: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis

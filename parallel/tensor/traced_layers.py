@@ -14,12 +14,11 @@ from torch import Tensor
 
 from parallel.mesh import Axis
 from parallel.tensor.context import exchange, exchange_operation
-from parallel.tensor.heads import GroupedHeads, PackedHeads
 from parallel.tensor.layers import (
-    ColumnParallelLinear,
     Linears,
     RowParallelLinear,
     Split,
+    SplitLinear,
     TokenDropout,
     column_gradients,
     column_products,
@@ -87,7 +86,7 @@ def make_traceable(module: torch.nn.Module) -> Operations:
     """
     found: Operations = {}
     for layer in module.modules():
-        if isinstance(layer, ColumnParallelLinear | PackedHeads | GroupedHeads | RowParallelLinear):
+        if isinstance(layer, SplitLinear):
             if layer.tokens.axis.size > 1:
                 split = Split(layer.tokens, layer.products)
                 layer.traced, operations = _linears(split, isinstance(layer, RowParallelLinear))

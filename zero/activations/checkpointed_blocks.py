@@ -23,7 +23,7 @@ from parallel.fields import Positive, check_fields
 from parallel.mesh import Axis, Work
 from parallel.tensor.blocks import Recomputation, RunBlock, run_in_order
 from zero.activations.choice import Hardware, Rate
-from zero.activations.stores import STORES, ActivationStore, Slot, StoreContext, StoreName
+from zero.activations.stores import STORES, ActivationStore, Slot, StoreName, make_store
 from zero.memory.streams import SideStream
 
 StoreChoice = Literal["none", "selective", StoreName, "auto", "planned"]
@@ -167,7 +167,7 @@ def checkpointed_blocks(
     replicas, device = replicas or Axis.trivial("tensor"), device or torch.device("cpu")
     check_replicas(config, replicas)
     stream = SideStream(device)
-    store = STORES[config.store](StoreContext(replicas, device, stream, config.defragment))
+    store = make_store(config.store, replicas, device, stream, config.defragment)
     return CheckpointedBlocks(store, config.layers_per_checkpoint, stream, reuses_memory=config.defragment)
 
 

@@ -14,9 +14,8 @@ fragment the memory.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -153,45 +152,27 @@ class PartitionStore:
         return part if part.numel() == numel else F.pad(part, (0, numel - part.numel()))
 
 
-@dataclass(frozen=True)
-class StoreContext:
-    """The ranks, device and stream that a store uses, and the kind of memory that it allocates."""
-
-    replicas: Axis  # ranks that hold the same checkpoints
-    device: torch.device
-    stream: SideStream
-    defragments: bool  # M_D: memory is allocated in slabs
-
-    def memory(self, allocator: Allocator, kind: TensorKind = TensorKind.CHECKPOINTS) -> SlotMemory:
-        """Return memory for checkpoints, or for the buffers through which they are copied or gathered."""
-        return SlotMemory(allocator(self.device, kind), self.defragments)
-
-
-def keep(context: StoreContext) -> ActivationStore:
-    """Return the store that keeps whole checkpoints on the device."""
-    return KeepStore(context.memory(device_allocator) if context.defragments else None)
-
-
-def partition(context: StoreContext) -> ActivationStore:
-    """Return the store that keeps this rank's part of each checkpoint on the device."""
-    gathered = context.memory(device_allocator, TensorKind.BUFFERS)
-    return PartitionStore(context.replicas, KeepStore(context.memory(device_allocator)), gathered)
-
-
-def partition_host(context: StoreContext) -> ActivationStore:
-    """Return the store that keeps this rank's part in host memory; all of it, if no other rank holds the same."""
-    staging, gathered = (context.memory(device_allocator, TensorKind.BUFFERS) for _ in range(2))
-    host = HostStore(context.memory(host_allocator), staging, context.stream)
-    return PartitionStore(context.replicas, host, gathered) if context.replicas.size > 1 else host
-
-
 # All stores, from the cheapest to the most expensive: the settings, the choice of `auto` and the planner read this.
 StoreName = Literal["keep", "partition", "partition_host"]
-STORES: dict[StoreName, Callable[[StoreContext], ActivationStore]] = {
-    "keep": keep,
-    "partition": partition,
-    "partition_host": partition_host,
-}
+STORES: tuple[StoreName, ...] = get_args(StoreName)
+
+
+def make_store(
+    name: StoreName, replicas: Axis, device: torch.device, stream: SideStream, defragments: bool
+) -> ActivationStore:
+    """Return a store of checkpoints that the ranks of `replicas` all hold; with M_D, it allocates slabs."""
+
+    def memory(allocator: Allocator, kind: TensorKind = TensorKind.CHECKPOINTS) -> SlotMemory:
+        return SlotMemory(allocator(device, kind), defragments)
+
+    if name == "keep":
+        return KeepStore(memory(device_allocator) if defragments else None)
+    parts: ActivationStore = KeepStore(memory(device_allocator))
+    if name == "partition_host":
+        parts = HostStore(memory(host_allocator), memory(device_allocator, TensorKind.BUFFERS), stream)
+        if replicas.size == 1:  # the part of a rank is all
+            return parts
+    return PartitionStore(replicas, parts, memory(device_allocator, TensorKind.BUFFERS))
 
 
 @dataclass(frozen=True)

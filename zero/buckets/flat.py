@@ -49,7 +49,7 @@ class FlatContext:
 
 
 class Views(NamedTuple):
-    """What a parameter refers to: its part of the full buffer, and a placeholder while that is freed."""
+    """The tensors that a parameter refers to: its part of the full buffer, or a placeholder while that is freed."""
 
     full: Tensor
     sharded: Tensor

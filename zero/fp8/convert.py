@@ -1,19 +1,19 @@
-"""Conversion of the linear layers of a module to products in FP8, and the weights that it leaves to FP8 alone."""
+"""Conversion of the linear layers of a module to products in FP8."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from parallel.errors import ConfigError
-from parallel.tensor.products import OWN_PRECISION, OwnPrecision
+from parallel.tensor.layers import SplitLinear
 from zero.fp8.kernels import Device
 from zero.fp8.products import ScaledProducts
 from zero.fp8.scaling import RECIPES, RecipeName
 
 
 class ScaledLinear(nn.Linear):
-    """A torch linear layer with products of its own; other layers have an attribute `products`."""
+    """A torch linear layer with products of its own, as a split layer has them."""
 
     products: ScaledProducts
 
@@ -50,8 +50,8 @@ def convert(
     }
     names = []
     for name, layer in module.named_modules():
-        has_products = isinstance(getattr(layer, "products", None), OwnPrecision | ScaledProducts)
-        if not (type(layer) is nn.Linear or has_products) or layer in read_by_others or keep(name, layer):
+        is_taken = type(layer) is nn.Linear or isinstance(layer, SplitLinear | ScaledLinear)
+        if not is_taken or layer in read_by_others or keep(name, layer):
             continue
         if any(weight.dtype is torch.float16 for weight in layer.parameters(recurse=False)):
             raise ConfigError(f"zero.fp8.convert: {name} is in fp16; convert the module to bf16 first")
@@ -62,21 +62,3 @@ def convert(
     if not names:
         raise ConfigError(f"zero.fp8.convert: {type(module).__name__} has no linear layer to convert; see `keep`")
     return names
-
-
-def scaled_weights(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, ScaledProducts]]:
-    """Iterate over the weights (out, in) that are read by products in FP8 only, with these products, by name."""
-    readers: dict[nn.Parameter, set[object]] = {}
-    found: dict[nn.Parameter, str] = {}
-    for prefix, layer in module.named_modules():
-        products = getattr(layer, "products", OWN_PRECISION)
-        for name, param in layer.named_parameters(recurse=False):
-            # Of a weight that tensor ranks share, each multiplies by some rows, which have scales of their own.
-            is_whole = name not in getattr(layer, "shared_dims", ())
-            is_scaled = isinstance(products, ScaledProducts) and param.dim() == 2 and is_whole
-            readers.setdefault(param, set()).add(products if is_scaled else None)
-            found.setdefault(param, f"{prefix}.{name}".lstrip("."))
-    for param, name in found.items():
-        (reader, *others) = readers[param]
-        if not others and isinstance(reader, ScaledProducts):
-            yield name, param, reader

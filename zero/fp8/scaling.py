@@ -13,12 +13,12 @@ saturate in silence, and the loss would not show it.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 CODES = torch.float8_e4m3fn
@@ -149,3 +149,21 @@ def _round_to_e2m1(values: Tensor) -> Tensor:
     """Round magnitudes up to 6 to 0, 0.5, 1, 1.5, 2, 3, 4 or 6: a step of half the power of two below, at least 0.5."""
     steps = values.abs().clamp(min=1).log2().floor().exp2() / 2
     return (values / steps).round() * steps
+
+
+def scaled_weights(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, RecipeName]]:
+    """Iterate over the weights (out, in) that are read by products in FP8 only, with their recipe, by name."""
+    readers: dict[nn.Parameter, set[Any]] = {}
+    found: dict[nn.Parameter, str] = {}
+    for prefix, layer in module.named_modules():
+        products = getattr(layer, "products", None)
+        for name, param in layer.named_parameters(recurse=False):
+            # Of a weight that tensor ranks share, each multiplies by some rows, which have scales of their own.
+            is_whole = name not in getattr(layer, "shared_dims", ())
+            is_scaled = hasattr(products, "recipe") and param.dim() == 2 and is_whole
+            readers.setdefault(param, set()).add(products if is_scaled else None)
+            found.setdefault(param, f"{prefix}.{name}".lstrip("."))
+    for param, name in found.items():
+        (reader, *others) = readers[param]
+        if not others and reader is not None:
+            yield name, param, reader.recipe

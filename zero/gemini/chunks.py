@@ -8,7 +8,6 @@ import math
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -22,24 +21,14 @@ NUM_ROUNDS = 3  # the first begins with nothing held; the third repeats what the
 Chunk = TypeVar("Chunk", bound=Hashable)
 
 
-@dataclass(frozen=True)
-class ChunkSize:
-    """The chunk size that a search has found."""
+def search_chunk_size(unit_numels: Iterable[int], config: OffloadConfig, grain: int) -> tuple[int, int]:
+    """Return the size in the configured range that leaves the fewest elements of its slots empty, and their number.
 
-    numel: int
-    """Elements in a chunk."""
-    unfilled_numel: int
-    """Elements of equal slots that the model's chunks leave empty."""
-
-
-def search_chunk_size(unit_numels: Iterable[int], config: OffloadConfig, grain: int) -> ChunkSize:
-    """Return the size in the configured range that leaves the least of its slots empty; of equals, the largest.
-
-    Every chunk has a multiple of `grain` elements: `ZeroConfig.grain`.
+    Of equals, it is the largest. Every chunk has a multiple of `grain` elements: `ZeroConfig.grain`.
     """
     counted = Counter(round_up(numel, grain) for numel in unit_numels if numel)
     if not counted:
-        return ChunkSize(grain, 0)
+        return grain, 0
     smallest = max(1, round(config.min_chunk_size_m * MEBI))
     # One chunk holds any unit from the largest unit on; and steps below the grain are rounded up to it.
     largest = min(smallest + round(config.search_range_m * MEBI), max(smallest, max(counted)) + config.hidden_dim)
@@ -50,7 +39,7 @@ def search_chunk_size(unit_numels: Iterable[int], config: OffloadConfig, grain: 
     for numel, count in counted.items():
         unfilled += count * (-numel % candidates)
     best = len(candidates) - 1 - int(np.argmin(unfilled[::-1]))
-    return ChunkSize(int(candidates[best]), int(unfilled[best]))
+    return int(candidates[best]), int(unfilled[best])
 
 
 class Cycle(Generic[Chunk]):

@@ -22,7 +22,7 @@ from zero.buckets.bucket import Bucket, ParamShard
 from zero.gemini.chunks import Cycle
 from zero.gemini.recorder import GIGA, UPDATE, MemoryRecorder, Moment
 from zero.memory.placement import Offload, Placement
-from zero.units.residency import NUM_KEPT, Pass, Residency, UnitOrders
+from zero.units.scheduler import NUM_KEPT, Pass, Residency, UnitOrders
 from zero.units.unit import Unit
 
 logger = logging.getLogger(__name__)
@@ -38,15 +38,6 @@ class CachedShards(NamedTuple):
 
 
 NONE_CACHED = CachedShards(frozenset(), frozenset())
-
-
-class UnitChoice(NamedTuple):
-    """A choice of the units that stay unsharded while they do not run: see `PlacementPlanner`."""
-
-    prefetch_numel: int
-    may_keep: bool
-    num_bytes: int
-    """Of the memory that both need."""
 
 
 class PlacementPlanner(Residency):
@@ -188,8 +179,8 @@ def _budget_bytes(offload: Offload) -> float:
     return SHARE_WITHOUT_BUDGET * torch.cuda.get_device_properties(offload.device).total_memory
 
 
-def choose_units(orders: UnitOrders, prefetch_numel: int, room_bytes: int) -> UnitChoice:
-    """Choose how many elements are prefetched, at most `prefetch_numel`, and whether units are kept.
+def choose_units(orders: UnitOrders, prefetch_numel: int, room_bytes: int) -> tuple[int, bool, int]:
+    """Return how many elements to prefetch, at most `prefetch_numel`, whether to keep units, and the bytes of both.
 
     Elements that are prefetched take at most half of the room, and none of it if that does not hold each of the units.
     """
@@ -201,7 +192,7 @@ def choose_units(orders: UnitOrders, prefetch_numel: int, room_bytes: int) -> Un
         ahead_numel = 0
     kept_numel = sum(unit.transient_numel for unit in orders["backward"].current[:NUM_KEPT])
     may_keep = (ahead_numel + kept_numel) * itemsize <= room_bytes
-    return UnitChoice(ahead_numel, may_keep, (ahead_numel + kept_numel * may_keep) * itemsize)
+    return ahead_numel, may_keep, (ahead_numel + kept_numel * may_keep) * itemsize
 
 
 def place_optimizer_states(

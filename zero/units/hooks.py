@@ -154,11 +154,15 @@ class Hook:
         return no_hook
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return partial, (no_hook,)
+        return _make_no_hook, ()
 
 
 def no_hook(*_: Any) -> None:
     """Do nothing."""
+
+
+def _make_no_hook() -> Callable[..., None]:
+    return no_hook
 
 
 class ForwardMethod:

@@ -29,7 +29,11 @@ PYTEST = sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cachep
 
 
 def main() -> int:
-    options = _options()
+    parser = argparse.ArgumentParser(description="Delete one wait at a time, and see which detector notices it.")
+    parser.add_argument("paths", nargs="*", help="only mutants in these files and folders")
+    parser.add_argument("--detectors", nargs="+", choices=DETECTORS, default=[*DETECTORS], help="only these")
+    parser.add_argument("--list", action="store_true", help="run nothing")
+    options = parser.parse_args()
     chosen = [mutant for mutant in all_mutants(options.paths) if (mutant.path, mutant.deleted) not in EQUIVALENT]
     if options.list:
         print(*chosen, sep="\n")
@@ -104,14 +108,6 @@ def _replace(file: Path, source: str) -> None:
     file.write_text(source)
     for compiled in (file.parent / "__pycache__").glob(f"{file.stem}.*.pyc"):
         compiled.unlink()  # Python compares size and seconds only, and a mutant may agree in both
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Delete one wait at a time, and see which detector notices it.")
-    parser.add_argument("paths", nargs="*", help="only mutants in these files and folders")
-    parser.add_argument("--detectors", nargs="+", choices=DETECTORS, default=[*DETECTORS], help="only these")
-    parser.add_argument("--list", action="store_true", help="run nothing")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -17,16 +17,6 @@ from zero.memory.streams import SideStream
 CPU = torch.device("cpu")
 
 
-def test_a_copy_runs_when_it_is_waited_for_and_not_before():
-    with deferred():
-        offload, source, out = Offload(CPU), torch.ones(4), torch.zeros(4)
-        work = offload.to_host(source, out)
-        assert out.isnan().all()
-        source.fill_(2)  # a mistake: the copy reads it late
-        work.wait()
-        assert out.tolist() == [2] * 4
-
-
 def test_work_of_a_stream_runs_in_order_and_only_what_is_waited_for():
     with deferred() as streams:
         offload, outs = Offload(CPU), [torch.zeros(2) for _ in range(3)]

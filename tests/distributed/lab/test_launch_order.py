@@ -65,8 +65,7 @@ def launches_of(settings: Settings, rank: int, tensor_mode: QuickFakeTensorMode)
     """Return what a rank launches while it builds the run and trains two steps, and the number before the second."""
     with imitated_world(rank, NUM_RANKS, NUM_RANKS, "nccl") as world:
         mesh = build_mesh(settings, world)
-        with tensor_mode, StreamChecker(world.device) as checker:
-            checker.record_launches()
+        with tensor_mode, StreamChecker(world.device, records_launches=True) as checker:
             state = build(settings, mesh, world.device)
             micro_batches = blank_micro_batches(settings.train, settings.model.seq_length, mesh.num_batch_ranks)
             train_step(state.model, state.optimizer, micro_batches, mesh)

@@ -32,12 +32,6 @@ def fail_on_rank_1_while_others_wait() -> None:
     dist.barrier()
 
 
-def die_on_rank_1() -> None:
-    if dist.get_rank() == 1:
-        os._exit(3)
-    dist.barrier()
-
-
 def hang_on_rank_0() -> None:
     if dist.get_rank() == 0:
         time.sleep(3600)
@@ -77,11 +71,6 @@ def test_an_exception_is_reported_with_its_traceback_and_the_next_call_works(mon
     with pytest.raises(RankError, match=r"(?s)rank 1 of 2 raised.*in fail_on_rank_1.*num_heads=12 is not divisible"):
         run_ranks(2, fail_on_rank_1_while_others_wait)
     assert run_ranks(2, sum_of_ranks) == [1.0, 1.0]
-
-
-def test_a_death_is_reported_with_its_exit_code():
-    with pytest.raises(RankError, match="rank 1 of 2 died with exit code 3"):
-        run_ranks(2, die_on_rank_1)
 
 
 @pytest.mark.parametrize("is_late", [False, True])

@@ -13,7 +13,7 @@ from parallel.mesh import Axis, Mesh
 from parallel.tensor import gradient_sums, initial_values
 from parallel.tensor.gradient_sums import GradientSums
 from parallel.tensor.initial_values import fill_normal
-from parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, column_linears
+from parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, SplitLinear, VocabParallelEmbedding
 from parallel.tensor.split_parameters import split_dims
 from parallel.tensor.token_layout import ReplicatedTokens, SplitTokens, TokenLayout
 from tests.ranks import run_cases, run_ranks
@@ -127,7 +127,7 @@ def run_several(layout: str) -> tuple[list[Tensor], list[Tensor]]:
     x, weights, biases, grads = several_layers()
     own = [[part.chunk(axis.size)[axis.rank] for part in parts] for parts in (weights, biases)]
     own_x = x.chunk(axis.size)[axis.rank] if layout == "split" else x
-    outputs = column_linears(own_x, *own, ColumnParallelLinear(16, 16, LAYOUTS[layout](axis)))
+    outputs = SplitLinear(LAYOUTS[layout](axis)).columns(own_x, *own)
     own_grads = [grad.chunk(axis.size, -1)[axis.rank] for grad in grads]
     found = torch.autograd.grad(outputs, [own_x, *own[0], *own[1]], own_grads)
     return [output.detach() for output in outputs], list(found)

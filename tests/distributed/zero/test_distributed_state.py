@@ -120,10 +120,8 @@ def load_by_fsdp(folder: Path) -> list[float]:
     return list(steps(model, optimizer, range(3, 8), *place))
 
 
-@pytest.mark.parametrize("saved", LAYOUTS)
-def test_a_run_goes_on_at_any_layout(tmp_path: Path, saved: str):
-    size, config = LAYOUTS[saved]
-    (expected, *_) = run_ranks(size, save_here, tmp_path, config)
+def test_a_run_goes_on_at_any_layout(tmp_path: Path):
+    (expected, *_) = run_ranks(2, save_here, tmp_path, ZeroConfig(1, bucket_numel=40))
     for name, (size, config) in LAYOUTS.items():
         for losses in run_ranks(size, load_here, tmp_path, config, by_torch=name == "stage 3"):
             assert losses == pytest.approx(expected, rel=1e-10), name

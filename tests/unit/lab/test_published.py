@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from lab.measure.fit import fitted
-from lab.published import predict, predictions
+from lab.published import predict
 from lab.published.calibrate import ALL_FITS, FITS
-from lab.published.predictions import Prediction, load_cluster
+from lab.published.predict import Prediction, load_cluster
 from lab.published.row_settings import configuration, settings_of, settings_tree
 from lab.published.rows import LATE_ROWS, ROWS, Row, read_rows
 from lab.published.sources import cluster_name
@@ -32,7 +32,7 @@ def figures_on_page(row: Row) -> tuple[str, str]:
 
 
 def predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *names: str) -> list[Prediction]:
-    monkeypatch.setattr(predictions, "KEPT_RUNS", tmp_path)
+    monkeypatch.setattr(predict, "KEPT_RUNS", tmp_path)
     return [predict.predicted((BY_ID | LATE_BY_ID)[name]) for name in names]
 
 

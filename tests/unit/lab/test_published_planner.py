@@ -7,7 +7,7 @@ import pytest
 
 from lab.planner import depth
 from lab.planner.layouts import CandidateLayout
-from lab.published import predictions
+from lab.published import predict
 from lab.published.planner import PAGE, ROWS, compare, lines, published_layout, search_of
 from lab.published.rows import read_rows
 
@@ -27,7 +27,7 @@ def test_a_published_layout_runs_in_this_program_with_its_buckets_and_the_publis
 
 
 def test_the_planner_is_at_least_as_fast_as_a_layout_that_recomputes_and_says_its_cost(tmp_path, monkeypatch):
-    monkeypatch.setattr(predictions, "KEPT_RUNS", tmp_path)
+    monkeypatch.setattr(predict, "KEPT_RUNS", tmp_path)
     monkeypatch.setattr(depth, "DEPTHS", (1, 2))
     real = BY_ID["Megatron_v1.1_V100-24x1920-n1-s1024-b8"]
     tiny = {"gpus": 2, "layers": 3, "hidden": 256, "heads": 4, "seq": 64, "vocab": 512, "micro": 1, "global_batch": 2}
@@ -47,7 +47,7 @@ def test_the_planner_is_at_least_as_fast_as_a_layout_that_recomputes_and_says_it
 
 @pytest.mark.full
 def test_every_row_of_the_page_is_what_the_planner_finds(tmp_path, monkeypatch):
-    monkeypatch.setattr(predictions, "KEPT_RUNS", tmp_path)
+    monkeypatch.setattr(predict, "KEPT_RUNS", tmp_path)
     found = [compare(BY_ID[name]) for name in ROWS]
     assert all(one.search.fits(one.of_best) and one.ratio <= 1 for one in found)
     assert list(lines(found))[2:] == [TABLE[name] for name in ROWS]

@@ -73,10 +73,16 @@ def test_torchruns_single_thread_becomes_a_ranks_part_of_the_cores_and_the_code_
     assert ended.returncode == 7
 
 
-def test_a_number_of_threads_that_the_user_has_chosen_stays(monkeypatch):
-    chosen = []
+@pytest.fixture
+def chosen(monkeypatch) -> list[int]:
+    """The numbers of threads that are chosen on a node of 8 cores."""
+    chosen: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
+    return chosen
+
+
+def test_a_number_of_threads_that_the_user_has_chosen_stays(monkeypatch, chosen):
     rank = {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "none"}
     for environment, of_parent in [
         (rank, b"PATH=/bin\0OMP_NUM_THREADS=1\0"),
@@ -94,9 +100,7 @@ def test_a_number_of_threads_that_the_user_has_chosen_stays(monkeypatch):
     assert rank["OMP_NUM_THREADS"] == "4", "for libraries that are loaded later"
 
 
-def test_ranks_share_the_cores_of_torchrun_and_keep_those_that_a_scheduler_gave_each(monkeypatch):
-    chosen = []
-    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+def test_ranks_share_the_cores_of_torchrun_and_keep_those_that_a_scheduler_gave_each(monkeypatch, chosen):
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
     by_torchrun = {"TORCHELASTIC_RUN_ID": "none"}
     for cores, environment in ((8, by_torchrun), (8, {}), (16, {}), (2, by_torchrun)):
@@ -105,13 +109,10 @@ def test_ranks_share_the_cores_of_torchrun_and_keep_those_that_a_scheduler_gave_
     assert chosen == [2, 8, 4, 1]
 
 
-@pytest.mark.parametrize("local_size", [1, 4])
-def test_a_rank_whose_bits_must_not_depend_on_the_number_of_ranks_has_one_thread(monkeypatch, local_size):
-    chosen = []
-    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
-    defaults.share_cores({}, local_size, CPU, fixed_threads=True)
-    assert chosen == [1]
+def test_a_rank_whose_bits_must_not_depend_on_the_number_of_ranks_has_one_thread(chosen):
+    for local_size in (1, 4):
+        defaults.share_cores({}, local_size, CPU, fixed_threads=True)
+    assert chosen == [1, 1]
 
 
 @pytest.fixture

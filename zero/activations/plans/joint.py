@@ -100,15 +100,11 @@ class JointGraph:
         return found
 
     @cached_property
-    def backward_nodes(self) -> list[fx.Node]:
-        """The backward nodes that gradients depend on, in the order in which autograd runs them."""
-        needed = ancestors([node for node in self.gradients if node is not None])
-        return [node for node in self.nodes if node in needed and is_backward(node) and node.op != "placeholder"]
-
-    @cached_property
     def candidates(self) -> list[fx.Node]:
         """The forward nodes, among them inputs, with memory that a backward node reads, in the order of forward."""
-        read = {self.owner(arg) for node in self.backward_nodes for arg in node.all_input_nodes if not is_backward(arg)}
+        needed = ancestors([node for node in self.gradients if node is not None])
+        backward = [node for node in needed if is_backward(node)]
+        read = {self.owner(arg) for node in backward for arg in node.all_input_nodes if not is_backward(arg)}
         return [node for node in self.nodes if node in read and isinstance(value_of(node), Tensor)]
 
     @cached_property

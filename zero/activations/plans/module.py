@@ -15,7 +15,7 @@ from zero.activations.plans.cut import Held
 from zero.activations.plans.execution import PlannedForward, Program, Traces
 from zero.activations.plans.joint import JointGraph
 from zero.activations.plans.planner import BlockPlan, Plan, Planner
-from zero.activations.stores import STORES, ActivationStore, StoreContext, StoreName
+from zero.activations.stores import STORES, ActivationStore, StoreName, make_store
 from zero.memory.streams import SideStream
 
 logger = logging.getLogger(__name__)
@@ -73,8 +73,10 @@ class PlannedBlocks:
 
     def _stores(self, replicas: Axis, device: torch.device) -> dict[StoreName, ActivationStore | None]:
         """Return the stores of what all these ranks hold."""
-        memory = StoreContext(replicas, device, self._stream, defragments=False)
-        return {name: None if name == "keep" else make(memory) for name, make in STORES.items()}
+        return {
+            name: None if name == "keep" else make_store(name, replicas, device, self._stream, defragments=False)
+            for name in STORES
+        }
 
     def _program(self, plan: BlockPlan) -> Program:
         varying = plan.cut.joint.varying

@@ -111,6 +111,11 @@ class Planner:
 
     def plan(self, num_blocks: int, budget_bytes: float) -> Plan:
         """Return the plan that adds the least time, within a budget. Raises ConfigError if there is none."""
+        if all("keep" in options for options in self._options):
+            everything = self._plan(tuple("keep" for _ in self._options))
+            keeps_all = Plan(everything, everything, num_blocks, num_blocks)
+            if keeps_all.peak_bytes <= budget_bytes:
+                return keeps_all
         plans = list(self._pairs(num_blocks))
         fitting = [plan for plan in plans if plan.peak_bytes <= budget_bytes]
         if not fitting:

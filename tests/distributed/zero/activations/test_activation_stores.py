@@ -20,10 +20,10 @@ from parallel.errors import ConfigError
 from parallel.memory_kinds import TensorKind, allocate_buffer
 from parallel.mesh import Axis, Mesh
 from parallel.tensor.token_layout import ReplicatedTokens, SplitTokens
+from parallel.world import imitated_world
 from tests.distributed.gpt.test_tensor_parallel import (
     BATCH,
     SEQ,
-    Result,
     assert_equals_whole,
     assert_same_bits,
     batch,
@@ -101,7 +101,7 @@ def test_all_stores_in_all_layouts_and_stages_train_as_one_process(sizes):
 
 def test_dropout_is_replayed_to_the_bit():
     config = config_of(97, dropout=0.2)
-    stores = {"partition": 3, "partition_host": 2, "selective": 1}
+    stores = {"partition": 3, "partition_host": 2, "selective": 1, "keep": 0}
     cases = [
         arguments(config, (2, 2), stage, store, 1) for chosen, stage in stores.items() for store in ("none", chosen)
     ]
@@ -112,38 +112,36 @@ def test_dropout_is_replayed_to_the_bit():
 
 @cache
 def tight_plan(tensor_size: int, is_split: bool, context_size: int) -> ActivationsConfig:
-    """Return settings with little more than the least budget."""
-    mesh = Mesh.create(tensor_size, context_size=context_size)
-    config, tokens = PLANNED, layout_of(mesh.tensor, is_split, mesh.context)
-    model = build(config, tokens, ActivationsConfig("planned", budget_gb=1e-9))
-    with pytest.raises(ConfigError, match="least possible, ") as refusal:
-        model(*batch(config, 0, 0, 0))
+    """Return settings with little more than the least budget, which an imitated rank has found."""
+    num_ranks = tensor_size * context_size
+    with imitated_world(0, num_ranks, num_ranks, "gloo"):
+        mesh = Mesh.create(tensor_size, context_size=context_size)
+        tokens = layout_of(mesh.tensor, is_split, mesh.context)
+        model = build(PLANNED, tokens, ActivationsConfig("planned", budget_gb=1e-9))
+        with pytest.raises(ConfigError, match="least possible, ") as refusal:
+            model(*batch(PLANNED, 0, 0, 0))
     (least,) = re.findall(r"least possible, ([0-9.e-]+)", str(refusal.value))
     return ActivationsConfig("planned", budget_gb=1.02 * float(least))
-
-
-def train_by_plan(tensor_size: int, is_split: bool, stage: int, context_size: int = 1) -> tuple[Result, Result]:
-    """Train without a plan and by a tight one."""
-    tight = tight_plan(tensor_size, is_split, context_size)
-    plain, by_plan = (
-        train(PLANNED, tensor_size, is_split, ZeroConfig(stage, 2000), 2, how, context_size)
-        for how in (ActivationsConfig(), tight)
-    )
-    return plain, by_plan
 
 
 @pytest.mark.parametrize(
     ("num_ranks", "cases"),
     [
-        (2, [(1, False, 1), (1, False, 3)]),
-        pytest.param(2, [(1, False, 0), (1, False, 2)], marks=pytest.mark.full),
-        (4, [(2, False, 1), (2, True, 3, 2)]),
+        (2, [(1, False, 1, 1), (1, False, 1, 3), (2, False, 1, 1)]),
+        pytest.param(2, [(1, False, 1, 0), (1, False, 1, 2)], marks=pytest.mark.full),
+        (4, [(2, True, 2, 3)]),
     ],
 )
 def test_plans_keep_the_bits_in_all_stages(num_ranks: int, cases: list[tuple]):
-    for of_ranks in run_cases(num_ranks, train_by_plan, cases):
-        for plain, by_plan in of_ranks:
-            assert_same_bits([by_plan], [plain])
+    """Cases are sizes of the tensor and the context axis, whether tokens are split between them, and a stage."""
+    runs = [
+        (PLANNED, tensor_size, is_split, ZeroConfig(stage, 2000), 2, how, context_size)
+        for tensor_size, is_split, context_size, stage in cases
+        for how in (ActivationsConfig(), tight_plan(tensor_size, is_split, context_size))
+    ]
+    results = run_cases(num_ranks, train, runs)
+    for plain, by_plan in zip(results[::2], results[1::2], strict=True):
+        assert_same_bits(by_plan, plain)
 
 
 def gathers_of_a_plan() -> tuple[int, int, bool]:

@@ -28,7 +28,7 @@ WIDTH = 144  # more than a block of 128, and no multiple of it
 BUCKET_NUMEL = 5000  # shards begin inside rows
 FACTORS = {
     "stage": [1, 2, 3],
-    "ranks": [(2, None, "group"), (4, 2, "group"), (4, 2, "all")],
+    "ranks": [(2, None, "group"), (4, 2, "all")],
     "recipe": ["tensorwise", "blockwise"],
     "offload": ["accelerator", "host"],
     "overlap_gather": [False, True],

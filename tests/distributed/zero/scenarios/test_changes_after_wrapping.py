@@ -102,7 +102,7 @@ def test_wrapping_twice_is_refused(run: Run) -> None:
 
 
 @scenario()
-def test_a_layer_added_after_wrapping_runs_and_a_warning_names_it(run: Run) -> None:
+def test_layers_added_and_replaced_after_wrapping_run_and_a_warning_names_them(run: Run) -> None:
     class WithAdapter(Blocks):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(self.adapter(x) if hasattr(self, "adapter") else x)
@@ -110,28 +110,14 @@ def test_a_layer_added_after_wrapping_runs_and_a_warning_names_it(run: Run) -> N
     model, optimizer = run.start(WithAdapter())
     run.train(model, optimizer)
     torch.manual_seed(3)
-    model.module.adapter = nn.Linear(WIDTH, WIDTH)
+    kept, model.module.blocks[1], model.module.adapter = model.module.blocks[1], Block(), nn.Linear(WIDTH, WIDTH)
     if run.is_plain:
         run.train(model, optimizer, steps=[2])
     else:
-        with pytest.warns(UserWarning, match=r"adapter\.weight"):
-            run.train(model, optimizer, steps=[2])
-    del model.module.adapter
-
-
-@scenario()
-def test_a_block_replaced_after_wrapping_runs_and_a_warning_names_it(run: Run) -> None:
-    model, optimizer = run.start(Blocks(Block(), Block(), Block()))
-    run.train(model, optimizer)
-    kept = model.module.blocks[1]
-    torch.manual_seed(3)
-    model.module.blocks[1] = Block()
-    if run.is_plain:
-        run.train(model, optimizer, steps=[2])
-    else:
-        with pytest.warns(UserWarning, match=r"blocks\.1\."):
+        with pytest.warns(UserWarning, match=r"adapter\.weight"), pytest.warns(UserWarning, match=r"blocks\.1\."):
             run.train(model, optimizer, steps=[2])
     model.module.blocks[1] = kept
+    del model.module.adapter
 
 
 @scenario(STAGE_3)

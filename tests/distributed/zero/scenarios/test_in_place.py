@@ -116,7 +116,7 @@ def test_the_model_changes_its_input(run: Run) -> None:
 
 
 @scenario()
-def test_the_caller_changes_the_output_of_a_block(run: Run) -> None:
+def test_the_caller_changes_the_output_of_a_block_and_the_loss_that_of_the_model(run: Run) -> None:
     def call(block: nn.Module, h: Tensor) -> Tensor:
         y = block(h)
         y *= 0.5
@@ -124,12 +124,7 @@ def test_the_caller_changes_the_output_of_a_block(run: Run) -> None:
         y += h
         return y
 
-    run.train_module(Calls(call, Block(), Block()))
-
-
-@scenario()
-def test_the_loss_changes_the_output_of_the_model(run: Run) -> None:
-    run.train_module(Blocks(), lambda model, x: model(x).sub_(0.5).pow_(2).mean())
+    run.train_module(Calls(call, Block(), Block()), lambda model, x: model(x).sub_(0.5).pow_(2).mean())
 
 
 class ReturnsInput(nn.Module):

@@ -11,8 +11,8 @@ from gpt.shape.config import ModelConfig
 from parallel.comm_log import CommLog
 from parallel.mesh import Axis
 from parallel.tensor.token_layout import ReplicatedTokens
-from zero.fp8.convert import scaled_weights
 from zero.fp8.kernels import Device
+from zero.fp8.scaling import scaled_weights
 
 LLAMA = {"positions": "rope", "norm": "rms", "mlp": "swiglu", "mlp_width": 24, "biases": False, "tied_head": False}
 

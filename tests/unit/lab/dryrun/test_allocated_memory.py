@@ -41,7 +41,6 @@ def allocated_peak(settings: Settings, world: World, trace: Path) -> int:
     [
         (1, "fp32", ["--zero.stage=1"]),
         (2, "bf16", ["--zero.stage=3", "--activations.store=none"]),
-        (1, "fp32", ["--zero.stage=2", "--activations.store=planned", *PLAN]),
         (2, "fp32", ["--zero.stage=2", "--activations.store=planned", *PLAN]),
     ],
 )

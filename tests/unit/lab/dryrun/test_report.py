@@ -78,7 +78,7 @@ def test_a_run_fits_up_to_the_last_byte_of_a_device_and_of_a_node(
 ):
     on_device, on_host = (sum(recording.peak[where].values()) for where in (DEVICE, HOST))
     cluster = with_memory(on_device - less[0], on_host * ranks_of_a_node - less[1], gpus_per_node)
-    report = make_report(recording, OFFLOADED.dry_run, 8, Timeline(cluster, [], 2.0))
+    report = make_report(recording, OFFLOADED, Timeline(cluster, [], 2.0))
     assert report["node_host_bytes"] == on_host * ranks_of_a_node
     assert (report["fits"], report["fits_host"]) == (fits_device, fits_host)
 

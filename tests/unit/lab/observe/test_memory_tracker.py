@@ -4,9 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn import functional as F
 
 from lab.observe.memory_tracker import MemoryTracker
 from parallel.memory_kinds import PeakMeter, TensorKind, allocating, tagged
@@ -88,22 +86,6 @@ def test_the_peak_is_known_by_kind():
         higher = tagged(TensorKind.GRADIENTS, torch.empty(10))
         assert +tracker.device.peak == {TensorKind.PARAMETERS: 40, TensorKind.GRADIENTS: 40}
         del parameter, higher
-
-
-def test_activations_between_forward_and_backward():
-    """Autograd keeps the input of gelu and that of the second product, (8, 64) each; that of the first is given."""
-    x = torch.randn(8, 32)
-    with MemoryTracker(CPU) as tracker:
-        with allocating(TensorKind.PARAMETERS):
-            first, second = nn.Linear(32, 64), nn.Linear(64, 16)
-        with allocating(TensorKind.ACTIVATIONS):
-            loss = second(F.gelu(first(x))).sum()
-        assert +tracker.device.resident == {
-            TensorKind.PARAMETERS: 4 * (64 * 32 + 64 + 16 * 64 + 16),
-            TensorKind.ACTIVATIONS: 4 * (2 * 8 * 64 + loss.numel()),
-        }
-        loss.backward()
-        assert tracker.device.resident[TensorKind.ACTIVATIONS] == 4
 
 
 def test_a_meter_keeps_the_peaks_that_a_restart_takes_from_other_readers(monkeypatch):

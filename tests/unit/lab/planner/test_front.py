@@ -20,9 +20,9 @@ from lab.dryrun.projection import Task, Timeline, project_recording
 from lab.dryrun.run_cost import RunCost
 from lab.planner import plan as planner
 from lab.planner.depth import Estimate
-from lab.planner.front import front, spread
 from lab.planner.layouts import CandidateLayout, Prediction
 from lab.planner.plan import report_front, report_plan
+from lab.planner.plan_report import front, spread
 from lab.planner.search import Search
 from parallel.errors import ConfigError
 from parallel.memory_kinds import TensorKind
@@ -138,7 +138,8 @@ def test_the_command_prints_a_plan_and_writes_the_settings_of_its_best_run(
     config = f"--config={ROOT / 'configs/paper/figure2/100b-zero-400.yaml'}"
     cluster, output = f"--cluster={ROOT / 'configs/clusters/dgx-2.yaml'}", tmp_path / "folder/plan.yaml"
     figures = "--tokens=1B", "--dollars_per_gpu_hour=2", "--reserved_gb=3", f"--output={output}"
-    planner.main([cluster, "--nodes=25", "--verify=1", "--free", *kind, *figures, config, "--zero.accumulate=reduce"])
+    free = "--free", "zero.stage", "train.micro_batch_size"
+    planner.main([cluster, "--nodes=25", "--verify=1", *free, *kind, *figures, config])
     printed = capsys.readouterr().out
     assert expected in printed
     assert f"scripts/launch/torchrun.sh --config {output}" in printed
@@ -158,7 +159,7 @@ def test_the_command_prints_a_plan_and_writes_the_settings_of_its_best_run(
 def test_the_planner_compares_numbers_of_nodes(extrapolation: None, tmp_path: Path):
     console = Console(width=120, record=True, file=io.StringIO())
     plot = tmp_path / "folder/front.png"
-    search = Search(settings(), DGX_2, 400, num_to_verify=1)
+    search = Search(settings("--activations.store=keep"), DGX_2, 400, ("activations.store",), num_to_verify=1)
     of_best, chosen = report_front(search, [25, 12, 50], plot, console)
     assert of_best.num_nodes == 50
     assert chosen.train.global_batch_size == 800

@@ -8,7 +8,6 @@ import pytest
 from gpt.builder.activation_store import block_sum_bytes
 from gpt.builder.closed_forms import parameters_of_rank
 from gpt.settings.parser import parse_settings
-from gpt.settings.settings import Settings
 from gpt.shape.flops import hardware_flops
 from lab.dryrun.dry_run import DEVICE, dry_run
 from lab.measure.cluster import ClusterSpec
@@ -119,20 +118,13 @@ def test_two_levels_are_chosen_where_groups_do_not_fit_and_the_network_is_slow()
     assert CandidateLayout.of(applied) == best
 
 
-def with_batch(size: int) -> Settings:
-    return parse_settings([*TINY, f"--train.global_batch_size={size}"])
-
-
-def test_micro_batches_of_all_sizes_that_divide_the_batch_are_considered():
-    sizes = {layout.micro_batch_size for layout in candidate_layouts(8, with_batch(480))}
-    assert {1, 6, 10, 15, 30, 120} <= sizes
-    assert all(480 % size == 0 for size in sizes)
-
-
-def test_the_largest_micro_batch_is_considered_and_none_above_it():
-    divisible = MAX_MICRO_BATCH * (MAX_MICRO_BATCH + 1)
-    sizes = {layout.micro_batch_size for layout in candidate_layouts(1, with_batch(divisible))}
-    assert (min(sizes), max(sizes)) == (1, MAX_MICRO_BATCH)
+def test_micro_batches_of_all_sizes_that_divide_the_batch_are_considered_up_to_the_largest():
+    for batch, expected in ((480, {1, 6, 10, 15, 30, 120}), (MAX_MICRO_BATCH * (MAX_MICRO_BATCH + 1), {1})):
+        settings = parse_settings([*TINY, f"--train.global_batch_size={batch}"])
+        sizes = {layout.micro_batch_size for layout in candidate_layouts(8, settings)}
+        assert expected <= sizes
+        assert all(batch % size == 0 for size in sizes)
+    assert max(sizes) == MAX_MICRO_BATCH
 
 
 def test_audits_take_the_time_of_a_micro_batch_in_some_steps_and_leaves_go_to_all_ranks_of_other_nodes():

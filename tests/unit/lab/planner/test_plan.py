@@ -48,7 +48,8 @@ def test_the_planner_chooses_a_layout_that_fits():
 
 
 def test_the_largest_model_fits_and_one_more_layer_does_not():
-    of_16 = search("--parallel.tensor_size=16", fixed=("parallel.tensor_size",))
+    given = "--parallel.tensor_size=16", "--activations.store=keep"
+    of_16 = search(*given, fixed=("parallel.tensor_size", "activations.store"))
     num_layers, layout = of_16.deepest_models()[0]
     deepest = of_16.with_depth(num_layers)
     assert deepest.predict(layout) in deepest.plan().fitting
@@ -319,10 +320,10 @@ def test_what_makes_a_layout_fit_is_found_by_trying():
     layout = CandidateLayout(1, 1, "keep", 1)
     shape = "--model.num_layers=40", "--model.hidden_size=5120", "--train.global_batch_size=64"
     chosen = settings(*shape)
-    found = remedies(layout, chosen, DGX_2, 1)
+    found = remedies(layout, Search(chosen, DGX_2, 16))
     assert [str(one) for one in found] == ["--parallel.tensor_size=4", "--zero.stage=3"]
     deep = settings(*shape, "--model.num_layers=200")
-    pairs = [str(one) for one in remedies(layout, deep, DGX_2, 1)]
+    pairs = [str(one) for one in remedies(layout, Search(deep, DGX_2, 16))]
     assert "--offload.mode=auto --zero.stage=3" in pairs
 
 

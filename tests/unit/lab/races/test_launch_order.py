@@ -37,8 +37,7 @@ def test_other_messages_on_one_communicator_hang():
 
 
 def test_a_checker_records_what_is_launched_and_what_it_waits_for():
-    with imitated_world(0, 2, 2, "nccl"), StreamChecker(CPU) as checker:
-        checker.record_launches()
+    with imitated_world(0, 2, 2, "nccl"), StreamChecker(CPU, records_launches=True) as checker:
         axis, side = Mesh.create(tensor_size=1, imitated_backend="nccl").data, SideStream(CPU)
         total = torch.ones(4)
         reduction = axis.all_reduce(total, out=total)

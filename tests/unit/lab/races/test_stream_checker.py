@@ -212,20 +212,6 @@ def test_nothing_is_reported_with_the_wait(program):
         program(True)
 
 
-def test_memory_is_taken_from_another_streams_pool_only_after_a_wait():
-    """Memory may be freed while its own stream uses it: only that stream is given it again."""
-    with streams_checked(CPU):
-        for _ in range(3):
-            torch.ones(4).add_(1)
-
-
-def test_scalars_of_the_host_may_be_used_by_the_device_and_the_other_way_round():
-    with streams_checked(CPU):
-        coefficient, states = torch.ones(()), on_host(4)
-        states.zero_().mul_(coefficient)
-        torch.ones(4).add_(states.sum())
-
-
 FETCHES = ["a copy by the computation", "synchronize by the host"]
 # {what is computed of (vector, scalar) on the device, (vector, scalar) on the host: what runs, and on which stream}
 RUNS: dict[str, tuple[Callable[[Tensor, Tensor, Tensor, Tensor], object], list[str]]] = {
@@ -267,8 +253,7 @@ RUNS: dict[str, tuple[Callable[[Tensor, Tensor, Tensor, Tensor], object], list[s
 @pytest.mark.parametrize("name", RUNS)
 def test_an_operation_runs_where_its_memory_is(name):
     compute, expected = RUNS[name]
-    with streams_checked(CPU) as checker:
-        checker.record_launches()
+    with streams_checked(CPU, records_launches=True) as checker:
         device, host = torch.ones(4), on_host(4).zero_()
         scalars = device.sum() > 0, host.sum() > 0
         num_before = len(checker.launches)
@@ -331,7 +316,7 @@ def test_an_error_has_one_line_for_each_pair_of_places():
     assert len(str(error.value).splitlines()) == 2
 
 
-@pytest.mark.parametrize(("num_reports", "last"), [(1, "1"), (10, "10"), (11, "and 1 more"), (30, "and 20 more")])
+@pytest.mark.parametrize(("num_reports", "last"), [(10, "10"), (11, "and 1 more")])
 def test_an_error_has_ten_reports_and_the_number_of_the_others(num_reports, last):
     checker = StreamChecker(CPU)
     checker.reports = [str(number + 1) for number in range(num_reports)]
@@ -344,8 +329,7 @@ def test_an_error_has_ten_reports_and_the_number_of_the_others(num_reports, last
 
 def test_flags_of_uneven_data_are_exchanged_beside_the_computation():
     """On the stream of the computation this would be right, too, and the computation would wait for it."""
-    with streams_checked(CPU) as checker:
-        checker.record_launches()
+    with streams_checked(CPU, records_launches=True) as checker:
         exchange = _Exchange(True, data_axis(), SideStream(CPU))
         torch.ones(4).add(1)
         launches = list(checker.launches)

@@ -16,7 +16,7 @@ from parallel.mesh import Axis, Mesh, Work
 from parallel.tensor.blocks import run_in_order
 from tests.ranks import run_cases
 from zero.activations.checkpointed_blocks import ActivationsConfig, CheckpointedBlocks, checkpointed_blocks
-from zero.activations.stores import STORES, Slot, StoreContext, StoredBytes, stored_bytes
+from zero.activations.stores import STORES, Slot, StoredBytes, make_store, stored_bytes
 from zero.memory.streams import SideStream
 
 CPU = torch.device("cpu")
@@ -140,8 +140,7 @@ def test_micro_batches_use_the_slab_again_and_evaluation_does_not_touch_it(store
 @pytest.mark.parametrize("store", STORES)
 def test_stores_copy_and_change_nothing(store):
     """With slabs the caller may change its tensor afterwards; no store ever writes to it."""
-    context = StoreContext(Axis.trivial("tensor"), CPU, SideStream(CPU), defragments=True)
-    chosen = STORES[store](context)
+    chosen = make_store(store, Axis.trivial("tensor"), CPU, SideStream(CPU), defragments=True)
     x = torch.arange(12.0).view(3, 4).t()  # not contiguous
     before = x.clone()
     stored = chosen.put(Slot(0, 2), x)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lab.paper.tables import largest_model
+from lab.paper.memory import largest_model
 from zero.activations.choice import partition_volume
 from zero.partition.stage import STAGES
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero.gemini.chunks import MEBI, ChunkSize, Cycle, search_chunk_size
+from zero.gemini.chunks import MEBI, Cycle, search_chunk_size
 from zero.memory.placement import OffloadConfig
 from zero.partition.layout import ALIGNMENT
 
@@ -15,10 +15,10 @@ from zero.partition.layout import ALIGNMENT
 @pytest.mark.parametrize(
     ("unit_numels", "smallest", "search_range", "step", "expected"),
     [
-        ([300_000] * 10, 90_000, 20_000, 16, ChunkSize(100_000, 0)),  # blocks that repeat are filled without a gap
-        ([5120, 640], 1, 2**40, 1, ChunkSize(640, 0)),  # not searched further than the largest unit
-        ([1000, 500], 32 * MEBI, 0, 1024, ChunkSize(32 * MEBI, 2 * 32 * MEBI - 1008 - 512)),  # a chunk holds any unit
-        ([], 32 * MEBI, 0, 1024, ChunkSize(16, 0)),
+        ([300_000] * 10, 90_000, 20_000, 16, (100_000, 0)),  # blocks that repeat are filled without a gap
+        ([5120, 640], 1, 2**40, 1, (640, 0)),  # not searched further than the largest unit
+        ([1000, 500], 32 * MEBI, 0, 1024, (32 * MEBI, 2 * 32 * MEBI - 1008 - 512)),  # a chunk holds any unit
+        ([], 32 * MEBI, 0, 1024, (16, 0)),
     ],
 )
 def test_the_size_that_leaves_least_empty_is_chosen(unit_numels, smallest, search_range, step, expected):

@@ -251,8 +251,9 @@ def test_the_optimizers_states_get_what_units_and_shards_leave(
         assert [1e9 * float(number) for number in found.groups()] == pytest.approx(expected, rel=5e-3)
 
 
-@pytest.mark.parametrize("mode", ["accelerator", "host", "auto"])
-@pytest.mark.parametrize("moment", [("forward", 1), ("backward", 2), UPDATE])
+@pytest.mark.parametrize(
+    ("mode", "moment"), [("accelerator", ("forward", 1)), ("host", ("backward", 2)), ("auto", UPDATE)]
+)
 def test_a_budget_that_is_exceeded_ends_the_first_step_before_its_update(
     monkeypatch: pytest.MonkeyPatch, mode: str, moment: Moment
 ):

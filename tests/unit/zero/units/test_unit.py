@@ -1,13 +1,18 @@
-"""The modules that are units, the parameters that belong to them, and the order in which they run."""
+"""The modules that are units, by default or by patterns, their parameters, and the order in which they run."""
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from parallel.errors import ConfigError
+from parallel.mesh import Axis
 from tests.models import build
+from zero.engine import ZeroDataParallel
 from zero.order.agreement import module_around
 from zero.order.orders import ExecutionOrder
-from zero.units.unit import assign_parameters, find_units, group_alike, innermost_unit
+from zero.partition.config import ZeroConfig
+from zero.units.hooks import hook_readers
+from zero.units.unit import assign_parameters, find_units, group_alike, innermost_unit, named_units
 
 
 def test_units_are_the_elements_of_the_outermost_module_lists():
@@ -69,3 +74,68 @@ def test_an_execution_order_predicts_what_ran_last_time():
     assert [list(order.record(item)) for item in "acb"] == [["b", "c"], [], []]  # a deviation: nothing is predicted
     order.restart()
     assert [list(order.record(item)) for item in "acb"] == [["c", "b"], ["b"], []]
+
+
+NUM_BLOCKS, WIDTH = 6, 16
+NUMEL = WIDTH * (WIDTH + 1)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).tanh())
+
+
+@pytest.mark.parametrize(
+    ("patterns", "units"),
+    [
+        (["*.first", "*.second"], ["", "0.first", "0.second", "1.first", "1.second"]),
+        (["*.second", "*.first"], ["", "0.first", "0.second", "1.first", "1.second"]),
+        (["*.first", "*"], ["", "0", "0.first", "1", "1.first"]),  # one inside another
+    ],
+)
+def test_units_are_in_the_order_of_the_modules(patterns, units):
+    assert named_units(nn.Sequential(Block(), Block()), patterns) == units
+
+
+def test_a_module_in_two_units_is_refused_though_the_name_of_one_begins_as_the_other():
+    model = nn.ModuleDict({"block": nn.Sequential(nn.Linear(1, 1))})
+    model["block2"] = nn.Sequential(model["block"][0])
+    with pytest.raises(ConfigError, match="block and block2 share a module"):
+        named_units(model, ["block", "block2"])
+
+
+@pytest.mark.parametrize("patterns", [("*.first", "*.second"), ("*.second", "*.first")])
+def test_gradients_of_few_units_are_staged_at_a_time(patterns):
+    model = nn.Sequential(*[Block() for _ in range(NUM_BLOCKS)])
+    config = ZeroConfig(stage=3, bucket_numel=NUMEL, overlap=False, units=patterns)
+    wrapped = ZeroDataParallel(model, Axis.trivial("data"), config)
+    wrapped(torch.ones(1, WIDTH, requires_grad=True)).sum().backward()
+    assert wrapped.reducer.reductions.staging.num_bytes <= 2 * 4 * NUMEL
+
+
+def test_a_block_waits_for_all_of_its_parameters_and_another_module_for_its_own():
+    shared = nn.Linear(2, 2)
+    blocks = nn.ModuleList([nn.Sequential(shared, nn.Linear(2, 2)), nn.Sequential(nn.Tanh(), shared)])
+    root = nn.ModuleDict({"blocks": blocks, "outer": nn.Sequential(nn.Linear(2, 2), nn.PReLU())})
+    waited: list[list[nn.Parameter]] = []
+    handles = hook_readers(root, waited.append)
+    x = torch.ones(1, 2)
+    for module, expected in [
+        (blocks[0], [[*blocks[0].parameters()]]),
+        (blocks[1], [[*shared.parameters()]]),  # in whichever order the blocks run
+        (root["outer"], [[*root["outer"][0].parameters()], [*root["outer"][1].parameters()]]),
+        (shared, []),
+    ]:
+        waited.clear()
+        module(x)
+        assert [list(map(id, params)) for params in waited] == [list(map(id, params)) for params in expected]
+    assert len(handles) == 4
+    for handle in handles:
+        handle.remove()
+    waited.clear()
+    blocks[0](x)
+    assert waited == []

@@ -176,12 +176,6 @@ def with_gradient(model: Model, x: Tensor) -> None:
     y.backward(y.detach().sin() / len(x))
 
 
-def auxiliary(model: Model, x: Tensor) -> Tensor:
-    with torch.no_grad():
-        target = model.module.encode(x.roll(1, 1))
-    return mean_square(model, x) + (model.module.encode(x.flip(1)) - target).square().mean()
-
-
 def pipeline(model: Model, x: Tensor) -> None:
     """Run all micro-batches forward through both halves of a model, then all of them backward."""
     hidden = [model.module.blocks[0](row) for row in x.split(1)]
@@ -191,13 +185,6 @@ def pipeline(model: Model, x: Tensor) -> None:
         for loss, h, leaf in zip(losses, hidden, cut, strict=True):
             loss.backward()
             h.backward(leaf.grad)
-
-
-def discard_first_gradients(model: Model, x: Tensor) -> None:
-    y = model(x)
-    y.sin().sum().backward(retain_graph=True)
-    model.zero_grad()
-    (y - 0.5).square().mean().backward()
 
 
 def packed() -> AbstractContextManager[Any]:
@@ -299,14 +286,9 @@ TABLE: Table = {
         lambda: Calls(add_to_view, Block(), With(lambda m, x: m.up(x)[None][0], up=Block()))
     ),
     "DeepSpeed#7665: backward of a gradient": trains_by(Blocks, with_gradient),
-    "DeepSpeed#8224: an encoder runs twice": trains(Blocks, auxiliary),
     "pytorch#136861: a pipeline": trains_by(Blocks, pipeline),
-    "pytorch#106637: a retained graph": trains_by(Blocks, discard_first_gradients),
     "pytorch#174960: saved on the CPU": trains(lambda: Calls(partial(saved_by, save_on_cpu), Block(), Block())),
     "accelerate#4175: saved as arrays": trains(lambda: Calls(partial(saved_by, packed), Block(), Block())),
-    "torchtitan#467: all saved elsewhere": trains(
-        Blocks, lambda model, x: (saved_by(save_on_cpu, model, x) - 1).square().mean()
-    ),
     "VeOmni#804, ml-cross-entropy#31: a fused head": trains(
         lambda: With(fused, body=Blocks()), lambda model, x: model(x)
     ),

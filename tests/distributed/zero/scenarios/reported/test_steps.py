@@ -10,7 +10,6 @@ from tests.distributed.zero.scenarios.reported.reports import (
     Table,
     With,
     as_one_test,
-    param,
     trains,
     trains_and,
     trains_by,
@@ -92,38 +91,6 @@ def leave_a_group_empty(run: Run) -> None:
         scheduler.step()
 
 
-def route(m: nn.Module, x: Tensor) -> Tensor:
-    scores = (x @ m.router.t()).sigmoid()
-    choice = (scores + m.bias).argmax(1)
-    m.counts += F.one_hot(choice, 3).sum(0)
-    rows = torch.arange(len(x))
-    outputs = torch.stack([expert(x) for expert in m.experts], 1)
-    return x + outputs[rows, choice] * scores[rows, choice, None]
-
-
-def routed() -> nn.Module:
-    """Return a block whose rows choose an expert by a score and a bias, which is no parameter."""
-    block = With(route, router=param(3, WIDTH), experts=nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
-    block.register_buffer("bias", torch.zeros(3))
-    block.register_buffer("counts", torch.zeros(3))
-    return block
-
-
-def balance_experts(run: Run) -> None:
-    model = run.wrap(Blocks(routed(), routed()), units=("blocks.*",))
-    optimizer = run.optimizer(model)
-
-    def balance(*_: object) -> None:
-        for block in model.module.blocks:
-            if not run.is_plain:
-                dist.all_reduce(block.counts)
-            block.bias += 0.3 * (block.counts.mean() - run.record(block.counts)).sign()
-            block.counts.zero_()
-
-    optimizer.register_step_pre_hook(balance)
-    run.train(model, optimizer, steps=range(4))
-
-
 def with_room() -> nn.Module:
     return With(lambda m, x: m.block(x) + (m.adapter(x) if hasattr(m, "adapter") else 0), block=Block())
 
@@ -141,7 +108,6 @@ TABLE: Table = {
     "Model-Optimizer#1150: forward is replaced": trains(Blocks, redirect),
     "LoongForge#152, SimpleTuner#2900: gradients are changed": change_gradients,
     "Soup#336, DeepSpeed#6873: an empty group": leave_a_group_empty,
-    "prime-rl#2953, torchtitan#1304: experts are balanced": balance_experts,
     "DeepSpeed#8009, DeepSpeed#6961: adapters are attached": trains_and(
         attach, lambda: Blocks(with_room(), with_room())
     ),

@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from tests.distributed.zero.scenarios.reported.reports import (
     Table,
@@ -41,17 +40,6 @@ def count_tokens_of_all_ranks(run: Run) -> None:
         optimizer.zero_grad()
 
 
-def clip_accumulated_gradients(run: Run) -> None:
-    model, optimizer = run.start(Blocks(), clip_norm=0.05)
-    for step in range(3):
-        batches = [run.batch(10 * step + number) for number in range(4)]
-        for batch in [torch.cat(batches)] if run.is_plain else batches:
-            with model.accumulate():
-                (mean_square(model, batch) * len(batch) / sum(map(len, batches))).backward()
-        assert run.record(optimizer.step()) > 0.05
-        optimizer.zero_grad()
-
-
 def freeze_a_group(run: Run) -> None:
     model = run.wrap(Blocks(Block().requires_grad_(False), Block()))
     groups = [{"params": list(block.parameters())} for block in model.module.blocks]
@@ -67,17 +55,6 @@ def change_settings_between_steps(run: Run) -> None:
         for number, group in enumerate(optimizer.inner.param_groups):
             group["lr"].mul_(0.7)
             group |= {"weight_decay": 0.2 * (step + number), "betas": (0.9 - 0.1 * number, 0.99 - 0.01 * step)}
-
-
-def with_teacher() -> nn.Module:
-    student, teacher = Blocks(), Blocks().requires_grad_(False)
-    return With(lambda m, x: m.student(x) - m.teacher(x.cos()), student=student, teacher=teacher)
-
-
-def follow_the_student(_run: Run, model: Model, _step: int) -> None:
-    with torch.no_grad(), model.gathered() as module:
-        for mean, weight in zip(module.teacher.parameters(), module.student.parameters(), strict=True):
-            mean.lerp_(weight, 0.3)
 
 
 def merge_adapters(_run: Run, model: Model, step: int) -> None:
@@ -141,23 +118,6 @@ def with_encoder() -> nn.Module:
     )
 
 
-def contrast(run: Run) -> None:
-    """The features of the other ranks are constants to a rank, so its gradient is a part of a sum."""
-
-    def of_all_ranks(feature: Tensor) -> Tensor:
-        features = [torch.empty_like(feature) for _ in range(run.num_ranks)]
-        dist.all_gather(features, feature.detach())
-        features[run.data.rank] = feature
-        return torch.cat(features)
-
-    def loss(model: Model, x: Tensor) -> Tensor:
-        first, second = (model(y) if run.is_plain else of_all_ranks(model(y)) for y in (x, x.sin()))
-        value = F.cross_entropy(first @ second.t(), torch.arange(len(first)))
-        return value if run.is_plain else run.num_ranks * value - (run.num_ranks - 1) * value.detach()
-
-    run.train_module(Blocks(), loss)
-
-
 def drop_models(run: Run) -> None:
     for step in range(4):
         run.models.clear()
@@ -214,10 +174,8 @@ def freeze_for_evaluation(run: Run, model: Model, _step: int) -> None:
 
 TABLE: Table = {
     "torchtitan#2206, transformers#35438: tokens of all ranks": count_tokens_of_all_ranks,
-    "DeepSpeed#7718, accelerate#3877, pytorch#170862: the norm of accumulated gradients": clip_accumulated_gradients,
     "DeepSpeed#7869, mmengine#1441: a frozen group": freeze_a_group,
     "pytorch#106916, slime#962: settings change": change_settings_between_steps,
-    "trl#5862, jepa#51: a teacher that follows": trains_and(follow_the_student, with_teacher),
     "LlamaFactory#10157: adapters are merged": trains_and(merge_adapters, lambda: Blocks(adapted(), adapted())),
     "Qwen3-VL#126: ranks repeat a module inside a unit": trains_parts(
         lambda: Blocks(Block(), repeating(1)), repeat_by_rank
@@ -230,7 +188,6 @@ TABLE: Table = {
     "torchtitan#4777, DeepSpeed#7170: a rank without images": trains_parts(
         with_encoder, lambda model, x, rank: model(x, x[: len(x) * (rank % 2)].cos()).square().mean()
     ),
-    "open_clip#616: features of all ranks": contrast,
     "pytorch#176225: models are dropped": drop_models,
     "ICML2024-OT-CLIP#5: writes in forward": trains(lambda: Blocks(Limits(), Limits())),
     "Model-Optimizer#2152: three types": trains_parts(
