@@ -6,14 +6,12 @@
 Each size, LAYERSxHIDDEN, is a run of `pretrain_gpt.py` with the options after `--`, on --tokens_per_parameter tokens
 for each of its parameters, with a twentieth of its steps as warm-up. The final validation losses L over the model FLOPs
 C of the runs are fitted by L = A C^-b (least squares of their logarithms). The largest size is predicted before it is
-trained, and then compared. Runs that are complete are not repeated, and one that was cut off goes on. OUTPUT/ladder.png
-is the plot.
+trained, and then compared. Runs that are complete are not repeated, and one that was cut off goes on. Their output is
+in OUTPUT/LAYERSxHIDDEN.log, and OUTPUT/ladder.png is the plot.
 """
 
 import argparse
 import math
-import shlex
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,11 +22,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from gpt.run_folder.files import read_steps
-from gpt.settings.parser import parse_settings
-from gpt.settings.settings import Settings
 from gpt.shape.config import parameter_shapes
 from gpt.shape.flops import model_flops
+from lab.bench.study import Run
 from lab.pages.plots import plot
 from parallel.errors import ConfigError, exit_on_config_error
 from parallel.launch.preflight import split_words
@@ -43,27 +39,21 @@ class Rung:
     """One size of the family, and its run."""
 
     name: str
-    options: tuple[str, ...]
-
-    @cached_property
-    def settings(self) -> Settings:
-        return parse_settings(self.options)
+    run: Run
 
     @property
     def parameters(self) -> int:
-        model = self.settings.model
+        model = self.run.settings.model
         return sum(math.prod(shape) for _, shape in parameter_shapes(model, model.vocab_size))
 
     @property
     def flops(self) -> float:
-        train = self.settings.train
-        return float(model_flops(self.settings.model, train.global_batch_size)) * train.steps
+        train = self.run.settings.train
+        return float(model_flops(self.run.settings.model, train.global_batch_size)) * train.steps
 
     @property
-    def loss(self) -> float | None:
-        """The validation loss after the last step, None if the run is not complete."""
-        steps = read_steps(Path(self.settings.run.dir))
-        return steps[-1].get("validation_loss") if steps and steps[-1]["step"] == self.settings.train.steps else None
+    def tokens_of_a_step(self) -> int:
+        return self.run.settings.model.seq_length * self.run.settings.train.global_batch_size
 
 
 @dataclass(frozen=True)
@@ -98,32 +88,20 @@ def rung(size: str, options: argparse.Namespace, arguments: Sequence[str]) -> Ru
     words = [*arguments, f"--model.num_layers={layers}", f"--model.hidden_size={hidden}"]
     words += [f"--model.num_heads={max(1, int(hidden) // options.head_size)}", f"--run.dir={options.output / size}"]
     words += [f"--model.mup_base_width={options.mup_base_width}"] if options.mup_base_width else []
-    shape = Rung(size, tuple(words))
-    batch = shape.settings.train.global_batch_size * shape.settings.model.seq_length
-    steps = math.ceil(options.tokens_per_parameter * shape.parameters / batch)
-    return Rung(size, (*words, f"--train.steps={steps}", f"--schedule.warmup_steps={max(1, steps // WARMUP_PART)}"))
-
-
-def train(one: Rung, launch: str) -> float:
-    """Return the loss of a size, of which the run is started unless it is complete. Raises ConfigError if it fails."""
-    if (loss := one.loss) is not None:
-        return loss
-    command = [*shlex.split(launch), *one.options]
-    sys.stderr.write(f"+ {shlex.join(command)}\n")
-    code = subprocess.run(command, check=False).returncode
-    if code or (loss := one.loss) is None:
-        raise ConfigError(f"the run of {one.name} has ended with exit code {code} and without a validation loss")
-    return loss
+    shape = Rung(size, Run(tuple(words)))
+    steps = math.ceil(options.tokens_per_parameter * shape.parameters / shape.tokens_of_a_step)
+    words += [f"--train.steps={steps}", f"--schedule.warmup_steps={max(1, steps // WARMUP_PART)}"]
+    return Rung(size, Run(tuple(words)))
 
 
 def climb(rungs: Sequence[Rung], launch: str, console: Console) -> PowerLaw:
     """Train all sizes, of which the last is the largest; say what is predicted for it before, and return the law."""
     *smaller, largest = rungs
-    losses = [train(one, launch) for one in smaller]
+    losses = [one.run.train(launch) for one in smaller]
     law = PowerLaw(tuple(one.flops for one in smaller), tuple(losses))
     predicted, error = law.predict(largest.flops)
     console.print(f"{largest.name}: predicted from {len(smaller)} smaller ones: {predicted:.4f} ± {error:.4f}")
-    loss = train(largest, launch)
+    loss = largest.run.train(launch)
     console.print(f"{largest.name}: trained: {loss:.4f}, {loss - predicted:+.4f} from the prediction")
     return PowerLaw((*law.flops, largest.flops), (*law.losses, loss))
 
@@ -132,7 +110,7 @@ def show(rungs: Sequence[Rung], law: PowerLaw, path: Path, console: Console) -> 
     """Print the sizes and the law, and plot them."""
     table = Table("size", "parameters", "tokens", "FLOPs", "validation loss", "fitted")
     for one, trained in zip(rungs, law.losses, strict=True):
-        tokens = one.settings.model.seq_length * one.settings.train.global_batch_size * one.settings.train.steps
+        tokens = one.tokens_of_a_step * one.run.settings.train.steps
         losses = f"{trained:.4f}", f"{law.predict(one.flops)[0]:.4f}"
         table.add_row(one.name, f"{one.parameters:,}", f"{tokens:,}", f"{one.flops:.3g}", *losses)
     console.print(table)

@@ -17,6 +17,7 @@ from gpt.audit import Auditor
 from gpt.builder.train_state import build, build_mesh, num_adding_units, start_options
 from gpt.settings.parser import parse_settings
 from gpt.train_step import train_step
+from lab.bench.rounds import quartiles, ratios
 from parallel.launch.node_map import find_nodes
 from parallel.world import start_world, stop_world
 
@@ -79,9 +80,8 @@ def main(arguments: Sequence[str]) -> None:
         print(f"{num_micro_batches} micro-batches a step, {statistics.median(seconds[WITHOUT]) * 1000:.1f} ms")
         for name in (AT_REST, AUDIT):
             for what, found in (("time", seconds), ("processor time of rank 0", of_cores)):
-                pairs = zip(found[name][1:], found[WITHOUT][1:], strict=True)
-                low, median, high = statistics.quantiles([one / other for one, other in pairs], n=4)
-                print(f"{name}, {what}: {median:.4f} of a step without (quartiles {low:.4f} to {high:.4f})")
+                of_step = quartiles(ratios(found[name][1:], found[WITHOUT][1:]))
+                print(f"{name}, {what} / that of a step without: {of_step:.4f}")
     stop_world()
 
 

@@ -14,9 +14,10 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import date
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,9 +26,8 @@ import yaml
 
 from gpt.builder.train_state import build, build_mesh
 from gpt.settings.parser import parse_settings
-from gpt.settings.settings import Settings
 from gpt.train_step import train_step
-from lab.bench.step_time import timed
+from lab.bench.rounds import Quartiles, in_rounds, quartiles, timed
 from lab.dryrun.dry_run import dry_run
 from lab.dryrun.projection import project_recording
 from lab.measure.cluster import ClusterSpec
@@ -48,30 +48,26 @@ class Row:
 
     name: str
     predicted: float
-    measured: float
-    low: float  # quartiles of the measured times
-    high: float
+    measured: Quartiles
     cpu_seconds: float
 
     @property
     def error(self) -> float:
-        return self.predicted / self.measured - 1
+        return self.predicted / self.measured.median - 1
 
     def cells(self) -> list[str]:
-        predicted, measured, cpu = (
-            f"{1e3 * seconds:.0f}" for seconds in (self.predicted, self.measured, self.cpu_seconds)
-        )
-        quartiles = f"{1e3 * self.low:.0f} to {1e3 * self.high:.0f}"
-        return [self.name, predicted, measured, quartiles, f"{self.error:+.0%}", cpu]
+        times = self.predicted, *self.measured, self.cpu_seconds
+        predicted, low, median, high, cpu = (f"{1e3 * seconds:.0f}" for seconds in times)
+        return [self.name, predicted, median, f"{low} to {high}", f"{self.error:+.0%}", cpu]
 
 
-def settings_of(name: str, *options: str) -> Settings:
-    return parse_settings([*f"{FOUND['model']} {CONFIGURATIONS[name]}".split(), *options])
+def options_of(name: str) -> list[str]:
+    return f"{FOUND['model']} {CONFIGURATIONS[name]}".split()
 
 
 def prepare(name: str, world: World) -> Callable[[], object]:
     """Build a configuration and return its step."""
-    settings = settings_of(name)
+    settings = parse_settings(options_of(name))
     mesh = build_mesh(settings, world)
     state = build(settings, mesh, world.device)
     generator = torch.Generator().manual_seed(mesh.data.rank)
@@ -88,26 +84,28 @@ def measure_steps(num_rounds: int, output: Path) -> None:
     for step in steps.values():
         for _ in range(WARMUP_STEPS):
             step()
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
-    for number in range(num_rounds):
-        names = list(steps)
-        turn = number % len(names)
-        for name in names[turn:] + names[:turn]:
-            steps[name]()  # another configuration has filled the caches
-            dist.barrier()
-            times[name].append(timed(steps[name], world.device))
+
+    def measure(step: Callable[[], object]) -> tuple[float, float]:
+        step()  # another configuration has filled the caches
+        dist.barrier()
+        return timed(step, world.device)
+
+    times = in_rounds({name: partial(measure, step) for name, step in steps.items()}, num_rounds)
     if world.is_first:
         output.write_text(json.dumps(times))
     stop_world()
 
 
+def projected_seconds(options: Sequence[str], num_ranks: int, cluster: Path) -> float:
+    """Return the seconds of a step that a dry run on gloo's ranks and the cluster file project."""
+    imitated = f"--dry_run.world_size={num_ranks}", "--dry_run.backend=gloo", f"--dry_run.cluster={cluster}"
+    return project_recording(dry_run(parse_settings([*options, *imitated])), ClusterSpec.load(cluster)).seconds
+
+
 def row_of(name: str, measured: list[tuple[float, float]], cluster: Path) -> Row:
-    """Return the row of a configuration, with the seconds that a dry run and the cluster file project."""
-    imitated = f"--dry_run.world_size={NUM_RANKS}", "--dry_run.backend=gloo", f"--dry_run.cluster={cluster}"
-    predicted = project_recording(dry_run(settings_of(name, *imitated)), ClusterSpec.load(cluster)).seconds
     seconds, cpu = zip(*measured, strict=True)
-    low, median, high = statistics.quantiles(seconds, n=4, method="inclusive")
-    return Row(name, predicted, median, low, high, statistics.median(cpu))
+    predicted = projected_seconds(options_of(name), NUM_RANKS, cluster)
+    return Row(name, predicted, quartiles(seconds), statistics.median(cpu))
 
 
 def launch(*words: str) -> None:
@@ -119,7 +117,7 @@ def launch(*words: str) -> None:
 
 
 def page(rows: list[Row], num_rounds: int, load: float) -> str:
-    errors, model = [abs(row.error) for row in rows], settings_of("stage 0").model
+    errors, model = [abs(row.error) for row in rows], parse_settings(options_of("stage 0")).model
     headings = "configuration", "predicted", "measured", "quartiles", "error", "processor time"
     lines = [
         f"Of {len(rows)} configurations, the median error is {statistics.median(errors):.0%}, the largest "

@@ -9,14 +9,14 @@ lab.measure has measured at that rate.
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from statistics import median
 
 from gpt.run_folder.files import read_steps
-from lab.acceptance.child import ROOT, as_options
+from lab.acceptance.child import as_options
+from lab.bench.predicted import projected_seconds
 from lab.faults.runs import prepare_corpus
 from lab.faults.testbed import Node, joined_nodes, launch_on, testbed_problem
 from lab.faults.two_nodes import start
@@ -63,17 +63,8 @@ def measure(nodes: list[Node], settings: dict[str, object], rate: int | None, fo
         start(nodes, settings | more, run_dir).run_to_end()
         records = read_steps(run_dir)[NUM_WARM_UP:]
         row["measured"][layout] = median(TOKENS / record["tokens_per_second"] for record in records)
-        row["projected"][layout] = projected_seconds(settings | more, cluster, run_dir / "dry")
+        row["projected"][layout] = projected_seconds(as_options(settings | more), NUM_RANKS, cluster)
     return row
-
-
-def projected_seconds(settings: dict[str, object], cluster: Path, run_dir: Path) -> float:
-    imitated = {"world_size": NUM_RANKS, "cluster": cluster, "backend": "gloo"}
-    options = settings | {"run.dir": run_dir} | {f"dry_run.{name}": value for name, value in imitated.items()}
-    subprocess.run(
-        [sys.executable, "pretrain_gpt.py", *as_options(options)], cwd=ROOT, check=True, stdout=subprocess.DEVNULL
-    )
-    return json.loads((run_dir / "report.json").read_text())["step"]["seconds"]
 
 
 def draw(rows: list[dict], path: Path) -> None:

@@ -1,8 +1,7 @@
 """Compare one training step of our ZeRO stages with torch's data parallelism: time, traffic, memory, loss.
 
-Every process holds all contenders, each with its own copy of one model. In a round each of them runs a few steps, in an
-order that rotates from round to round. Ratios are between times of the same round, so that other work on the machine
-affects both sides alike. Run it with scripts/bench/step_time.sh.
+Every process holds all contenders, each with its own copy of one model. In a round (lab/bench/rounds.py) each of them
+runs a few steps. Run it with scripts/bench/step_time.sh.
 """
 
 import argparse
@@ -13,9 +12,8 @@ import json
 import math
 import os
 import statistics
-import time
-from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,8 +25,8 @@ from torch.nn import functional as F
 from gpt.model.transformer import GPT, initialize
 from gpt.shape.config import ModelConfig
 from lab.bench.contenders import CONTENDERS, Contender, Terms
+from lab.bench.rounds import bytes_sent, in_rounds, quartiles, ratios, timed
 from lab.bench.save_time import process_memory
-from lab.measure.bandwidth import synchronize
 from parallel.mesh import Axis, Mesh
 from parallel.tensor.token_layout import ReplicatedTokens
 from parallel.world import World, start_world, stop_world
@@ -185,30 +183,11 @@ def train_steps(contender: Contender, batches: Tensor, num_steps: int) -> None:
 def measure_block(contender: Contender, batches: Tensor, num_steps: int, world: World) -> Block:
     """Measure the time of the slowest rank, from an idle device to an idle device."""
     dist.barrier()
-    sent = loopback_bytes_sent()
+    sent = bytes_sent("lo")
     seconds, cpu_seconds = timed(lambda: train_steps(contender, batches, num_steps), world.device)
     is_wire = world.device.type == "cpu" and world.size == world.local_size
-    sent_by_rank = (loopback_bytes_sent() - sent) / world.size if is_wire else math.nan
+    sent_by_rank = (bytes_sent("lo") - sent) / world.size if is_wire else math.nan
     return Block(seconds / num_steps, cpu_seconds / num_steps, sent_by_rank / num_steps)
-
-
-def timed(action: Callable[[], object], device: torch.device) -> tuple[float, float]:
-    """Return the seconds of an action on the slowest rank, and its processor time on this one."""
-    synchronize(device)
-    start, cpu_start = time.perf_counter(), time.process_time()
-    action()
-    synchronize(device)
-    cpu_seconds = time.process_time() - cpu_start
-    seconds = torch.tensor(time.perf_counter() - start, device=device)
-    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-    return seconds.item(), cpu_seconds
-
-
-def loopback_bytes_sent() -> int:
-    """Return the bytes that this machine has sent to itself, other programs included."""
-    lines = Path("/proc/net/dev").read_text().splitlines()
-    (loopback,) = (line for line in lines if line.strip().startswith("lo:"))
-    return int(loopback.split(":")[1].split()[8])
 
 
 def return_freed_memory(at_least_bytes: int) -> None:
@@ -240,11 +219,8 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 def compare(contenders: list[Contender], options: argparse.Namespace, world: World, batches: Tensor) -> list[Row]:
     """Measure all rounds and return one row a contender. Ratios are to the faster DDP, round by round."""
-    blocks: dict[str, list[Block]] = {contender.name: [] for contender in contenders}
-    for number in range(options.rounds):
-        turn = number % len(contenders)
-        for contender in contenders[turn:] + contenders[:turn]:
-            blocks[contender.name].append(measure_block(contender, batches, options.steps, world))
+    measured = {one.name: partial(measure_block, one, batches, options.steps, world) for one in contenders}
+    blocks = in_rounds(measured, options.rounds)
     seconds = {name: [block.seconds for block in found] for name, found in blocks.items()}
     cpu_seconds = {name: [block.cpu_seconds for block in found] for name, found in blocks.items()}
     candidates = BASELINES & seconds.keys() or {contenders[0].name}
@@ -266,10 +242,6 @@ def compare(contenders: list[Contender], options: argparse.Namespace, world: Wor
     ]
 
 
-def ratios(values: Sequence[float], baseline: Sequence[float]) -> list[float]:
-    return [value / base for value, base in zip(values, baseline, strict=True)]
-
-
 def mean_over_ranks(losses: list[Tensor]) -> Tensor:
     """Return the mean loss of each of the first steps, on the host."""
     means = torch.stack(losses[:NUM_COMPARED_LOSSES]).float()
@@ -281,7 +253,7 @@ def table(rows: list[Row]) -> str:
     head = f"{'':29}{'ms':>9}  {'x baseline':>10}  {'quartiles':>14}  {'min, max':>14}  "
     lines = [head + f"{'cpu':>5} {'wire':>5} {'MiB':>6}  loss"]
     for row in rows:
-        low, median, high = statistics.quantiles(row.ratios, n=4, method="inclusive")
+        low, median, high = quartiles(row.ratios)
         cpu = statistics.median(row.cpu_ratios)
         loss = "-" if row.loss_difference is None else f"{row.loss_difference:.1e}"
         lines.append(

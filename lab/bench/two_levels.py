@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lab.bench.rounds import bytes_sent
 from lab.faults.testbed import Node, joined_nodes, launch_on, testbed_problem
 from lab.pages.plots import plot
 from parallel.mesh import Mesh
@@ -108,7 +109,7 @@ class Job:
         for _ in range(num_steps + 1):
             self._step(num_micro_batches)
             self._mesh.barrier()  # before and after each reading
-            readings.append((*bytes_sent(), time.perf_counter()))
+            readings.append((bytes_sent("lo"), bytes_sent("e0"), time.perf_counter()))
             self._mesh.barrier()
         steps = [[b - a for a, b in zip(*two, strict=True)] for two in pairwise(readings)]
         inside, between, seconds = map(median, zip(*steps, strict=True))
@@ -125,13 +126,6 @@ def expected_bytes(model: ZeroDataParallel, num_micro_batches: int) -> tuple[flo
         return inside, between
     share = (RANKS_OF_A_NODE - 1) / (NUM_RANKS - 1)  # of the peers, to each of which gloo's ranks send as much
     return inside * share, inside * (1 - share)
-
-
-def bytes_sent() -> tuple[int, int]:
-    """Return the bytes that the ranks of this node have sent to each other, and to the other node."""
-    lines = Path("/proc/self/net/dev").read_text().splitlines()[2:]
-    sent = {name.strip(): int(rest.split()[8]) for name, _, rest in (line.partition(":") for line in lines)}
-    return sent["lo"], sent["e0"]
 
 
 def plot_lost(rows: Sequence[dict], path: Path) -> None:

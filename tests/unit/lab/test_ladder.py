@@ -3,32 +3,22 @@
 import argparse
 import json
 import math
-import sys
 from pathlib import Path
 
 import pytest
 
-from gpt.run_folder.files import NUMBERS_OF_A_STEP
+from gpt.settings.parser import parse_settings
 from lab import ladder
 from lab.ladder import PowerLaw
 from parallel.errors import ConfigError
+from tests.unit.lab.stub_launch import write_launch
 
-# Stands for a launch: notes a run's last step, with a validation loss that stands in a file.
-LAUNCH = f"""
-import json, pathlib, sys
-options = dict(word.removeprefix("--").split("=") for word in sys.argv[1:] if "=" in word)
-folder, losses = pathlib.Path(options["run.dir"]), pathlib.Path(__file__).with_name("losses.json")
-folder.mkdir(parents=True)
-step = dict.fromkeys({sorted(NUMBERS_OF_A_STEP)}, 1.0) | {{"step": int(options["train.steps"])}}
-step["validation_loss"] = json.loads(losses.read_text())[folder.name]
-(folder / "metrics.jsonl").write_text(json.dumps(step) + chr(10))
-"""
 CONFIG = "--config", "configs/quickstart.yaml"
 
 
-def run(folder: Path, *options: str) -> None:
-    (folder / "launch.py").write_text(LAUNCH)
-    own = ["--output", str(folder / "runs"), "--launch", f"{sys.executable} {folder / 'launch.py'}"]
+def run(folder: Path, losses: dict[str, float], *options: str) -> None:
+    launch = write_launch(folder, {size: [loss] for size, loss in losses.items()})
+    own = ["--output", str(folder / "runs"), "--launch", launch]
     ladder.main([*own, "--tokens_per_parameter", "0.1", *options, "--", *CONFIG])
 
 
@@ -37,8 +27,7 @@ def test_the_largest_size_is_predicted_before_it_is_trained_and_no_run_is_repeat
     options = argparse.Namespace(output=tmp_path, head_size=32, mup_base_width=None, tokens_per_parameter=0.1)
     flops = {size: ladder.rung(size, options, CONFIG).flops for size in sizes[1:]}
     losses = {size: 50 * number**-0.1 * (1.02 if size == "2x32" else 1) for size, number in flops.items()}
-    (tmp_path / "losses.json").write_text(json.dumps(losses))
-    run(tmp_path, *sizes)
+    run(tmp_path, losses, *sizes)
     said = capsys.readouterr()
     assert [line.split("run.dir=")[1].split()[0] for line in said.err.splitlines() if line.startswith("+ ")] == [
         f"{tmp_path}/runs/{size}" for size in ("1x16", "1x32", "2x32")
@@ -48,10 +37,10 @@ def test_the_largest_size_is_predicted_before_it_is_trained_and_no_run_is_repeat
     assert (tmp_path / "runs" / "ladder.png").stat().st_size > 0
     metrics = tmp_path / "runs" / "1x32" / "metrics.jsonl"
     step = json.loads(metrics.read_text())
-    settings = ladder.parse_settings(CONFIG)
+    settings = parse_settings(CONFIG)
     tokens = step["step"] * settings.train.global_batch_size * settings.model.seq_length
     assert tokens == pytest.approx(0.1 * (8192 * 32 + 128 * 32 + 12 * 32**2 + 15 * 32), rel=0.1)  # parameters
-    run(tmp_path, *sizes)
+    run(tmp_path, losses, *sizes)
     assert "+ " not in capsys.readouterr().err
 
 
@@ -75,4 +64,4 @@ def test_a_power_law_is_found_with_the_error_of_a_prediction():
 )
 def test_what_cannot_be_a_ladder_is_refused(tmp_path, options, said):
     with pytest.raises(ConfigError, match=said):
-        run(tmp_path, *options)
+        run(tmp_path, {}, *options)
