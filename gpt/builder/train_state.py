@@ -46,6 +46,7 @@ from zero.optimizer import ZeroOptimizer
 from zero.optimizers.adamw8bit import AdamW8bit
 from zero.optimizers.adamw_bf16 import AdamWBf16
 from zero.optimizers.cautious_adamw import CautiousAdamW
+from zero.optimizers.dion import Dion
 from zero.optimizers.muon import Muon
 from zero.optimizers.soap import Soap
 from zero.partition.stage import Lifetime
@@ -404,6 +405,10 @@ def _soap(settings: OptimizerSettings, _offload: Offload) -> ChosenOptimizer:
     return Soap, asdict(settings.soap) | _of_adam(settings), "SOAP, and fused AdamW"
 
 
+def _dion(settings: OptimizerSettings, _offload: Offload) -> ChosenOptimizer:
+    return Dion, asdict(settings.dion) | {"momentum": settings.momentum} | _of_adam(settings), "Dion, and fused AdamW"
+
+
 def _of_adam(settings: OptimizerSettings) -> dict[str, Any]:
     return {"betas": settings.betas, "eps": settings.eps, "cautious_decay": settings.cautious_decay}
 
@@ -419,6 +424,7 @@ OPTIMIZERS = {
     "adamw_bf16": OptimizerRow(_adamw_bf16, lambda _name, param: param.dim() > 1),
     "muon": OptimizerRow(_muon, is_hidden_matrix),
     "soap": OptimizerRow(_soap, is_hidden_matrix),
+    "dion": OptimizerRow(_dion, is_hidden_matrix),
     "sgd": OptimizerRow(_sgd),
 }
 """By the name in the settings."""

@@ -77,6 +77,7 @@ def load_owned_state(
                 _load_weights(flat, bucket, saved, tensor)
     if optimizer is not None:
         saved.load_by_name(optimizer.matrices.states())
+        optimizer.matrices.take_loaded()
 
 
 @torch.no_grad()

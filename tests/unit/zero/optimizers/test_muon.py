@@ -17,6 +17,7 @@ from zero.optimizer import ZeroOptimizer
 from zero.optimizers.adamw8bit import AdamW8bit
 from zero.optimizers.adamw_bf16 import AdamWBf16
 from zero.optimizers.cautious_adamw import CautiousAdamW
+from zero.optimizers.dion import Dion
 from zero.optimizers.muon import Muon
 from zero.optimizers.soap import Soap
 from zero.partition.config import ZeroConfig
@@ -129,6 +130,7 @@ KINDS = {
     "muon": Muon,
     "cautious normuon": partial(Muon, row_beta=0.9, cautious_decay=True),
     "cautious adamw": partial(CautiousAdamW, cautious_decay=True),
+    "dion": partial(Dion, rank_fraction=0.5),
     "adamw8bit": AdamW8bit,
     "adamw_bf16": AdamWBf16,
 }
@@ -155,7 +157,7 @@ def test_a_step_with_an_infinite_gradient_leaves_no_trace(kind, fused):
     assert all(a.equal(b) for a, b in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("kind", [Muon, Soap])
+@pytest.mark.parametrize("kind", [Muon, Soap, Dion])
 def test_the_flag_of_a_grad_scaler_skips_updates_of_whole_parameters(kind):
     torch.manual_seed(0)
     start, good, bad = torch.randn(6, 4), torch.randn(6, 4), torch.full((6, 4), math.inf)
