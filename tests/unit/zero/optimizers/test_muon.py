@@ -197,6 +197,26 @@ def test_no_message_outlives_a_step():
         assert tracker.device.resident[TensorKind.BUFFERS] == sum(buffer_bytes(model, optimizer).values())
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "values"),
+    [(Muon, "row_beta", (0.9, 0.5)), (AdamWBf16, "seed", (3, 4)), (Dion, "message_dtype", ("fp64", "fp32"))],
+)
+def test_a_setting_that_groups_have_in_common_is_taken_from_them_and_may_not_differ(kind, name, values):
+    found = []
+    for by_group in (True, False):
+        params = params_of(SHAPES[:2])
+        of_group, of_all = ({name: values[0]}, {}) if by_group else ({}, {name: values[0]})
+        optimizer = kind([{"params": [param], **of_group} for param in params], lr=0.02, **of_all)
+        for step in range(3):
+            set_gradients(params, step)
+            optimizer.step()
+        found.append(params)
+    assert all(one.equal(other) for one, other in zip(*found, strict=True))
+    groups = [{"params": [param], name: value} for param, value in zip(params, values, strict=True)]
+    with pytest.raises(ValueError, match=rf"{name} is \[.*\] in groups of .*; give all of them the same value"):
+        kind(groups, lr=0.02)
+
+
 def test_a_vector_in_a_group_of_matrices_is_refused():
     module = Layers()
     model = ZeroDataParallel(module, Axis.trivial("data"), ZeroConfig(1))
