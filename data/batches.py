@@ -9,15 +9,27 @@ Ranks may form several units of consecutive ranks: each unit then has consecutiv
 from collections import deque
 from collections.abc import Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from data.documents import NOT_COUNTED, DocumentBatch, MicroBatch
 from data.errors import DataError
-from data.samples import Samples
 
 STEPS_AHEAD = 2  # read before they are requested
+
+
+class Samples(Protocol):
+    """An endless sequence of samples, int64 arrays.
+
+    Their shape is (seq_length + 1,), or (3, seq_length) if documents are kept apart: see `data.documents`.
+    """
+
+    def __getitem__(self, sample: int) -> np.ndarray: ...
+
+    def place(self, sample: int) -> str:
+        """Return the file and the document in which a sample starts, for error messages."""
 
 
 class BatchLoader:

@@ -11,26 +11,16 @@ most half the number of datasets.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Unpack
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
-from data.check import check_index
 from data.errors import DataError
-from data.indexed import IndexedDataset
-from data.samples import PackedSamples, SampleOptions, Samples, split_documents
+from data.indexed import IndexedDataset, check_index
+from data.samples import PackedSamples, SampleOptions, split_documents
 
 BLOCK_SAMPLES = 1024  # computed at once, because the next sample requested is usually a neighbour
-
-
-@dataclass(frozen=True)
-class Block:
-    """BLOCK_SAMPLES consecutive samples of the blend."""
-
-    first: int  # number of the first sample in the blend
-    dataset: np.ndarray  # of each sample
-    number: np.ndarray  # of each sample within its dataset
 
 
 class BlendOrder:
@@ -39,25 +29,25 @@ class BlendOrder:
     def __init__(self, weights: Sequence[float]) -> None:
         total = math.fsum(weights)
         self._weights = np.array([weight / total for weight in weights])
-        self._current: Block | None = None
+        self._block = lru_cache(maxsize=1)(self._locate_block)
 
     def locate(self, sample: int) -> tuple[int, int]:
         """Return (dataset, number within it) of a sample of the blend."""
-        block = self._current  # read once, because another thread may replace it
-        if block is None or not block.first <= sample < block.first + BLOCK_SAMPLES:
-            block = self._current = self._block(sample - sample % BLOCK_SAMPLES, BLOCK_SAMPLES)
-        return int(block.dataset[sample - block.first]), int(block.number[sample - block.first])
+        block, place = divmod(sample, BLOCK_SAMPLES)
+        dataset, number = self._block(block)
+        return int(dataset[place]), int(number[place])
 
     def counts_before(self, sample: int) -> np.ndarray:
         """Return the number of samples of each dataset that precede a sample of the blend, of shape (datasets,)."""
         skipped, dataset, _ = self._merge(sample, sample)
         return skipped + np.bincount(dataset[: sample - skipped.sum()], minlength=len(skipped))
 
-    def _block(self, first: int, num_samples: int) -> Block:
-        skipped, dataset, number = self._merge(first, first + num_samples)
+    def _locate_block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the dataset of each sample of a block, and its number within it."""
+        first = block * BLOCK_SAMPLES
+        skipped, dataset, number = self._merge(first, first + BLOCK_SAMPLES)
         start = first - skipped.sum()
-        block = slice(start, start + num_samples)
-        return Block(first, dataset[block], number[block])
+        return dataset[start : start + BLOCK_SAMPLES], number[start : start + BLOCK_SAMPLES]
 
     def _merge(self, first: int, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Compute a stretch of the blend that contains samples [first, stop), and possibly some before and after them.
@@ -72,7 +62,7 @@ class BlendOrder:
         counts = self._counts_at(stop + margin) - skipped
         dataset = np.repeat(np.arange(len(counts)), counts)
         number = np.arange(len(dataset)) + np.repeat(skipped + counts - np.cumsum(counts), counts)
-        order = np.lexsort((dataset, _time(number, self._weights[dataset])))
+        order = np.lexsort((dataset, (number + 0.5) / self._weights[dataset]))
         return skipped, dataset[order], number[order]
 
     def _counts_at(self, time: int) -> np.ndarray:
@@ -80,14 +70,10 @@ class BlendOrder:
         return np.maximum(np.ceil(time * self._weights - 0.5), 0).astype(np.int64)
 
 
-def _time(number: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    return (number + 0.5) / weight
-
-
 class BlendedSamples:
-    """The samples of several datasets in the order of a blend."""
+    """The samples of several datasets in the order of a blend, with the methods of `PackedSamples`."""
 
-    def __init__(self, datasets: Sequence[Samples], weights: Sequence[float]) -> None:
+    def __init__(self, datasets: Sequence[PackedSamples], weights: Sequence[float]) -> None:
         self._datasets, self._weights = datasets, weights
         self._order = BlendOrder(weights)
 
@@ -117,15 +103,15 @@ def open_samples(
     *,
     split: Sequence[float],
     checks_index: bool = True,
-    **options: Unpack[SampleOptions],
-) -> Samples:
+    **options: Any,
+) -> BlendedSamples:
     """Open one `part` (train, validation or test) of data.path: PREFIX, WEIGHT:PREFIX, or a list of these.
 
-    Without weights, prefixes are mixed in proportion to their numbers of samples. The options are those of
-    `PackedSamples`; orders of samples are cached in `cache_dir`, by default PREFIX.cache. Raises DataError if a file is
+    Without weights, prefixes are mixed in proportion to their numbers of samples. The options are the fields of
+    `SampleOptions`; orders of samples are cached in `cache_dir`, by default PREFIX.cache. Raises DataError if a file is
     missing or damaged, a weight is not positive, or a prefix has too few tokens in this part. Without `checks_index`,
-    the indices are not read as a whole to find damage, and without `checks_cache` the cached orders are not: one rank
-    of each node does this for the others.
+    the indices are not read as a whole, and without `checks_cache` the cached orders are not: one rank of each node
+    does this for the others.
     """
     weights, prefixes = parse_path(path)
     datasets = []
@@ -134,7 +120,7 @@ def open_samples(
         if checks_index:
             check_index(dataset)
         documents = split_documents(len(dataset), split)[part]
-        datasets.append(PackedSamples(dataset, documents, **options))
+        datasets.append(PackedSamples(dataset, documents, SampleOptions(**options)))
     return BlendedSamples(datasets, weights or [dataset.samples_per_epoch for dataset in datasets])
 
 

@@ -10,27 +10,23 @@ Large orders are kept in files and memory-mapped. Every rank may write the files
 """
 
 import dataclasses
-import hashlib
 import json
 import os
 import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import numpy as np
 
+from data.documents import joined_apart
 from data.errors import DataError
 from data.sidecar import file_checksum
 
-Order = TypeVar("Order")  # a dataclass of arrays
-
-VERSION = 1  # of build_epoch: increase it after a change by which the same recipe gives another order
-
 
 @dataclass(frozen=True)
-class EpochOrder:
+class StreamOrder:
     """The arrays of an epoch: document_order (documents,), sample_starts (samples + 1, 2), shuffle (samples,).
 
     Each has the smallest unsigned type that holds its values.
@@ -41,64 +37,43 @@ class EpochOrder:
     shuffle: np.ndarray
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """Everything that the order of an epoch depends on; a digest of it is part of the names of its files.
+class Stream:
+    """Samples of documents of these lengths: stretches of the joined documents, of which neighbours share a token."""
 
-    The document lengths are represented by the modification time of the index file.
-    """
+    order_type, file_prefix = StreamOrder, ""
 
-    name: str
-    bin_bytes: int
-    idx_bytes: int
-    idx_mtime_ns: int
-    first_document: int
-    stop_document: int
-    seq_length: int
-    seed: int
-    version: int = VERSION
+    def __init__(self, lengths: np.ndarray, seq_length: int, masks_documents: bool) -> None:
+        self._lengths, self._seq_length, self._masks_documents = lengths, seq_length, masks_documents
+        self.samples_per_epoch = max(0, int(lengths.sum(dtype=np.int64)) - 1) // seq_length
+        self.tokens_per_sample = float(seq_length)
+        self.need = f"are fewer than model.seq_length + 1 = {seq_length + 1}; lower model.seq_length"
 
-    def file_stem(self, epoch: int) -> str:
-        digest = hashlib.sha256(json.dumps(dataclasses.asdict(self)).encode()).hexdigest()[:16]
-        documents = f"{self.first_document}-{self.stop_document}"
-        return f"documents_{documents}_seq_{self.seq_length}_seed_{self.seed}_{digest}_epoch_{epoch}"
+    def build(self, seed: int, epoch: int) -> StreamOrder:
+        """Return the order of an epoch, a function of the arguments and the lengths alone."""
+        lengths, seq_length = self._lengths, self._seq_length
+        generator = np.random.default_rng([seed, epoch])
+        document_order = shuffled(len(lengths), generator)
+        ends = np.cumsum(lengths[document_order], dtype=np.int64)  # of the shuffled documents, in the joined tokens
+        num_samples = (int(ends[-1]) - 1) // seq_length
+        starts = np.arange(0, num_samples * seq_length + 1, seq_length)  # of the samples, in the joined tokens
+        places = np.searchsorted(ends, starts, side="right")
+        offsets = starts - ends[places] + lengths[document_order[places]]
+        starts_type = np.min_scalar_type(max(len(lengths), int(offsets.max())))
+        sample_starts = np.stack([places.astype(starts_type), offsets.astype(starts_type)], axis=1)
+        return StreamOrder(document_order, sample_starts, shuffled(num_samples, generator))
 
+    def pieces(self, order: StreamOrder, number: int) -> list[tuple[int, slice]]:
+        """Return (document, part of its tokens) of each piece of a sample."""
+        # The sample ends with token `stop` of the last document, which is also the first token of the next sample.
+        (first, start), (last, stop) = order.sample_starts[number : number + 2].tolist()
+        return [
+            (document, slice(start if place == first else 0, stop + 1 if place == last else None))
+            for place, document in enumerate(order.document_order[first : last + 1].tolist(), first)
+        ]
 
-def build_epoch(lengths: np.ndarray, *, seq_length: int, seed: int, epoch: int) -> EpochOrder:
-    """Return the order of `epoch` over documents of these lengths in tokens, a function of the arguments alone."""
-    generator = np.random.default_rng([seed, epoch])
-    document_order = shuffled(len(lengths), generator)
-    ends = np.cumsum(lengths[document_order], dtype=np.int64)  # of the shuffled documents, in the joined tokens
-    num_samples = (int(ends[-1]) - 1) // seq_length
-    starts = np.arange(0, num_samples * seq_length + 1, seq_length)  # of the samples, in the joined tokens
-    places = np.searchsorted(ends, starts, side="right")
-    offsets = starts - ends[places] + lengths[document_order[places]]
-    starts_type = np.min_scalar_type(max(len(lengths), int(offsets.max())))
-    sample_starts = np.stack([places.astype(starts_type), offsets.astype(starts_type)], axis=1)
-    return EpochOrder(document_order, sample_starts, shuffled(num_samples, generator))
-
-
-def cached_epoch(folder: Path, stem: str, kind: type[Order], build: Callable[[], Order], checks: bool = True) -> Order:
-    """Return the order stored in the files `folder`/`stem`.*, memory-mapped. Build and write it if one is missing.
-
-    `kind` is the dataclass of arrays that `build` returns. With `checks`, the files are read once and compared with
-    their checksums. Raises DataError if one is damaged.
-    """
-    names = [field.name for field in dataclasses.fields(cast(Any, kind))]
-    paths = {name: folder / f"{stem}.{name}.npy" for name in names}
-    checksums = folder / f"{stem}.crc32.json"
-    if not all(path.exists() for path in (*paths.values(), checksums)):
-        _save(build(), paths, checksums)
-    try:
-        if checks and json.loads(checksums.read_bytes()) != _checksums(paths.values()):
-            raise ValueError("its files are not those that were written")
-        return kind(**{name: np.load(path, mmap_mode="r") for name, path in paths.items()})
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"cannot read the sample order {folder / stem} ({error}); delete {folder}") from None
-
-
-def _checksums(paths: Iterable[Path]) -> dict[str, int]:
-    return {path.name: file_checksum(path) for path in paths}
+    def sample(self, pieces: list[np.ndarray]) -> np.ndarray:
+        """Return the sample of the tokens of these pieces."""
+        return joined_apart(pieces) if self._masks_documents else np.concatenate(pieces, dtype=np.int64)
 
 
 def shuffled(count: int, generator: np.random.Generator) -> np.ndarray:
@@ -106,6 +81,28 @@ def shuffled(count: int, generator: np.random.Generator) -> np.ndarray:
     numbers = np.arange(count, dtype=np.min_scalar_type(count))
     generator.shuffle(numbers)
     return numbers
+
+
+def cached_order(folder: Path, stem: str, order_type: type[Any], build: Callable[[], Any], checks: bool = True) -> Any:
+    """Return the order stored in the files `folder`/`stem`.*, memory-mapped. Build and write it if one is missing.
+
+    `order_type` is the dataclass of arrays that `build` returns. With `checks`, the files are read once and compared
+    with their checksums. Raises DataError if one is damaged.
+    """
+    paths = {field.name: folder / f"{stem}.{field.name}.npy" for field in dataclasses.fields(order_type)}
+    checksums = folder / f"{stem}.crc32.json"
+    if not all(path.exists() for path in (*paths.values(), checksums)):
+        _save(build(), paths, checksums)
+    try:
+        if checks and json.loads(checksums.read_bytes()) != _checksums(paths.values()):
+            raise ValueError("its files are not those that were written")
+        return order_type(**{name: np.load(path, mmap_mode="r") for name, path in paths.items()})
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"cannot read the sample order {folder / stem} ({error}); delete {folder}") from None
+
+
+def _checksums(paths: Iterable[Path]) -> dict[str, int]:
+    return {path.name: file_checksum(path) for path in paths}
 
 
 def _save(order: Any, paths: dict[str, Path], checksums: Path) -> None:

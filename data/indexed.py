@@ -6,16 +6,19 @@ PREFIX.idx   | "MMIDIDX\\0\\0" | u64 version 1 | u8 dtype code | u64 N | u64 D |
 """
 
 import struct
+from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
 
 from data.errors import DataError
+from data.sidecar import INDEX, Sidecar
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, number of sequences N, number of document indices D
 VERSION = 1
+BLOCK = 1 << 18  # sequences that are checked at once: their arrays fit into a processor's cache
 DTYPE_OF_CODE = {
     code: np.dtype(name).newbyteorder("<")
     for code, name in {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 6: "f8", 7: "f4", 8: "u2"}.items()
@@ -33,7 +36,7 @@ def idx_path(prefix: str | Path) -> Path:
 class IndexedDataset:
     """The sequences of PREFIX.bin as read-only views of a memory map.
 
-    Opening reads only the header, and indexing copies nothing: `data.check` checks the arrays. `sequence_lengths`
+    Opening reads only the header, and indexing copies nothing: `check_index` checks the arrays. `sequence_lengths`
     i32[N] in tokens, `starts` i64[N] in bytes and `document_indices` i64[D] are memory maps as well. IndexedWriter
     writes one sequence for each document. Raises DataError if the pair is missing, truncated, or in another format.
     """
@@ -98,10 +101,6 @@ class IndexedDataset:
     def num_tokens(self) -> int:
         return len(self._tokens)
 
-    def first_token(self, sequence: int) -> int:
-        """Return the position in tokens at which `sequence` begins in the file. For sequence N it is the file's end."""
-        return self.num_tokens if sequence == len(self) else int(self.starts[sequence]) // self.dtype.itemsize
-
 
 def _size_of(path: Path, prefix: str) -> int:
     if not path.is_file():
@@ -110,3 +109,60 @@ def _size_of(path: Path, prefix: str) -> int:
             f"as written by python -m data.prepare --output {prefix}"
         )
     return path.stat().st_size
+
+
+def check_index(dataset: IndexedDataset) -> None:
+    """Raise DataError if an array of the index is inconsistent, or if PREFIX.json describes another index.
+
+    The arrays are read once, a block at a time, so that an index of any size needs little memory. The checksum that
+    `data.prepare` records shows also a change that leaves the arrays consistent.
+    """
+    path = idx_path(dataset.prefix)
+    if problem := _problem(dataset):
+        raise DataError(f"{path} is damaged: {problem}; copy or prepare it again")
+    if Sidecar.path(dataset.prefix).is_file():
+        sidecar = Sidecar.load(dataset.prefix)
+        sidecar.check_file(dataset.prefix, INDEX)
+        for name, count in (("documents", len(dataset)), ("tokens", dataset.num_tokens)):
+            if getattr(sidecar, name) != count:
+                raise DataError(
+                    f"{path} holds {count} {name}, {Sidecar.path(dataset.prefix)} says {getattr(sidecar, name)}: they "
+                    "belong to different corpora; copy or prepare all files again"
+                )
+
+
+def _problem(dataset: IndexedDataset) -> str | None:
+    """Return a description of the first inconsistency; None if there is none."""
+    item_bytes, expected = dataset.dtype.itemsize, 0
+    for block in _blocks(len(dataset)):
+        lengths, starts = dataset.sequence_lengths[block].astype(np.int64), dataset.starts[block]
+        if lengths.min() < 0:
+            sequence = int(np.argmax(lengths < 0))
+            return f"sequence {block.start + sequence} has a length of {lengths[sequence]} tokens"
+        ends = starts + lengths * item_bytes
+        is_wrong = starts != np.concatenate(([expected], ends[:-1]))
+        if is_wrong.any():
+            sequence = int(np.argmax(is_wrong))
+            where = ends[sequence - 1] if sequence else expected
+            return (
+                f"sequence {block.start + sequence} starts at byte {starts[sequence]}, the one before ends at {where}"
+            )
+        expected = int(ends[-1])
+    return _problem_of_documents(dataset)
+
+
+def _problem_of_documents(dataset: IndexedDataset) -> str | None:
+    indices, before = dataset.document_indices, 0
+    if indices[0] != 0:
+        return f"document 0 begins with sequence {indices[0]}, not with sequence 0"
+    for block in _blocks(len(indices)):
+        is_wrong = indices[block] < np.concatenate(([before], indices[block][:-1]))
+        if is_wrong.any():
+            document = block.start + int(np.argmax(is_wrong))
+            return f"document {document} begins with sequence {indices[document]}, before the document ahead of it"
+        before = int(indices[block][-1])
+    return None  # the last one is the number of sequences, which was compared when the file was opened
+
+
+def _blocks(count: int) -> Iterator[slice]:
+    return (slice(first, min(first + BLOCK, count)) for first in range(0, count, BLOCK))

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from data.documents import packed_apart
 from data.epochs import shuffled
 
 BLOCK = 1 << 20  # documents whose sizes are counted at once
@@ -44,6 +45,53 @@ class PackedOrder:
     pieces: np.ndarray
     bin_starts: np.ndarray
     shuffle: np.ndarray
+
+
+class BestFit:
+    """Samples of documents of these lengths: whole ones, which are kept apart, and padding.
+
+    Only documents that are longer than a sample are cut.
+    """
+
+    order_type, file_prefix = PackedOrder, "best_fit_"
+    need = "have no prediction to pack; choose data.packing=stream"
+
+    def __init__(self, lengths: np.ndarray, seq_length: int, masks_documents: bool) -> None:
+        assert masks_documents, "a packed document does not continue the one before it"
+        self._lengths, self._seq_length = lengths, seq_length
+        num_pieces = count_sizes(lengths, seq_length)
+        self._bins = best_fit(num_pieces)
+        self.samples_per_epoch = sum(group.count for group in self._bins)
+        self.tokens_per_sample = int(num_pieces @ np.arange(seq_length + 1)) / max(self.samples_per_epoch, 1)
+
+    def build(self, seed: int, epoch: int) -> PackedOrder:
+        """Return the order of an epoch, a function of the arguments and the lengths alone."""
+        generator = np.random.default_rng([seed, epoch])
+        documents, starts, sizes = _pieces(self._lengths, self._seq_length)
+        by_size = shuffled(len(sizes), generator)
+        by_size = by_size[np.argsort(sizes[by_size], kind="stable")]
+        places = np.argsort(np.concatenate([np.tile(group.sizes, group.count) for group in self._bins]), kind="stable")
+        numbers = np.empty_like(by_size)  # of the pieces, bin after bin
+        numbers[places] = by_size
+        del by_size, places, sizes
+        pieces = np.empty((len(numbers), 2), dtype=np.result_type(documents, starts))
+        pieces[:, 0], pieces[:, 1] = documents[numbers], starts[numbers]
+        in_bin = np.concatenate([np.repeat(len(group.sizes), group.count) for group in self._bins])
+        bin_starts = np.zeros(len(in_bin) + 1, dtype=np.min_scalar_type(len(pieces)))
+        np.cumsum(in_bin, out=bin_starts[1:])
+        return PackedOrder(pieces, bin_starts, shuffled(len(in_bin), generator))
+
+    def pieces(self, order: PackedOrder, number: int) -> list[tuple[int, slice]]:
+        """Return (document, part of its tokens) of each piece of a sample."""
+        first, stop = order.bin_starts[number : number + 2].tolist()
+        return [
+            (document, slice(start, start + self._seq_length + 1))
+            for document, start in order.pieces[first:stop].tolist()
+        ]
+
+    def sample(self, pieces: list[np.ndarray]) -> np.ndarray:
+        """Return the sample of the tokens of these pieces."""
+        return packed_apart(pieces, self._seq_length)
 
 
 def count_sizes(lengths: np.ndarray, seq_length: int) -> np.ndarray:
@@ -109,27 +157,6 @@ def _sizes(content: Content) -> Iterator[int]:
     while content is not None:
         content, size, number = content
         yield from [size] * number
-
-
-def build_packed(lengths: np.ndarray, bins: list[Bins], *, seq_length: int, seed: int, epoch: int) -> PackedOrder:
-    """Return the order of `epoch` over documents of these lengths, a function of the arguments alone.
-
-    `bins` is what `best_fit` returns for `count_sizes`.
-    """
-    generator = np.random.default_rng([seed, epoch])
-    documents, starts, sizes = _pieces(lengths, seq_length)
-    by_size = shuffled(len(sizes), generator)
-    by_size = by_size[np.argsort(sizes[by_size], kind="stable")]
-    places = np.argsort(np.concatenate([np.tile(group.sizes, group.count) for group in bins]), kind="stable")
-    numbers = np.empty_like(by_size)  # of the pieces, bin after bin
-    numbers[places] = by_size
-    del by_size, places, sizes
-    pieces = np.empty((len(numbers), 2), dtype=np.result_type(documents, starts))
-    pieces[:, 0], pieces[:, 1] = documents[numbers], starts[numbers]
-    in_bin = np.concatenate([np.repeat(len(group.sizes), group.count) for group in bins])
-    bin_starts = np.zeros(len(in_bin) + 1, dtype=np.min_scalar_type(len(pieces)))
-    np.cumsum(in_bin, out=bin_starts[1:])
-    return PackedOrder(pieces, bin_starts, shuffled(len(in_bin), generator))
 
 
 def _pieces(lengths: np.ndarray, seq_length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

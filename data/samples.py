@@ -6,216 +6,120 @@ Sample i depends on (data, split, seq_length, seed) and i alone, neither on the 
 run. A run therefore resumes from one integer, the number of samples consumed.
 """
 
+import hashlib
+import json
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol, Required, TypedDict
+from typing import Any
 
 import numpy as np
 
-from data.documents import joined_apart, packed_apart
-from data.epochs import EpochOrder, Recipe, build_epoch, cached_epoch
+from data.epochs import Stream, cached_order
 from data.errors import DataError
 from data.indexed import IndexedDataset, bin_path, idx_path
-from data.packing import PackedOrder, best_fit, build_packed, count_sizes
+from data.packing import BestFit
 
 PARTS = ("train", "validation", "test")
+PACKINGS: dict[str, type[Stream] | type[BestFit]] = {"stream": Stream, "best_fit": BestFit}
 MAX_EPOCHS_AHEAD = 16  # whose orders are cached at the start; each rank writes those of later ones as it gets there
 MIN_CACHED_ENTRIES = 1 << 20  # documents and samples: a smaller order is built faster than its files are opened
+VERSION = 1  # of the orders: increase it after a change by which the same facts give another order
 
 
-class Samples(Protocol):
-    """An endless sequence of samples, int64 arrays.
+@dataclass(frozen=True)
+class SampleOptions:
+    """The way in which documents become samples.
 
-    Their shape is (seq_length + 1,), or (3, seq_length) if documents are kept apart: see `data.documents`.
+    `packing` is a name in PACKINGS; with `masks_documents`, samples keep documents apart. Without `checks_cache`,
+    cached orders are used without comparing their checksums; `build_cache` compares them.
     """
 
-    @property
-    def tokens_per_sample(self) -> float:
-        """The number of tokens of a sample that are not padding, on average over an epoch."""
+    seq_length: int
+    seed: int
+    cache_dir: str | Path | None = None
+    checks_cache: bool = True
+    packing: str = "stream"
+    masks_documents: bool = False
 
-    def __getitem__(self, sample: int) -> np.ndarray: ...
+
+class PackedSamples:
+    """The samples of a range of documents of one prefix, of which each epoch has another order.
+
+    `tokens_per_sample` are those that are not padding, on average over an epoch.
+    """
+
+    def __init__(self, dataset: IndexedDataset, documents: range, options: SampleOptions) -> None:
+        self._dataset, self._documents, self._options = dataset, documents, options
+        self._cache_dir = Path(options.cache_dir or f"{dataset.prefix}.cache")
+        lengths = dataset.sequence_lengths[documents.start : documents.stop]
+        self._packing: Any = PACKINGS[options.packing](lengths, options.seq_length, options.masks_documents)
+        self.samples_per_epoch: int = self._packing.samples_per_epoch
+        self.tokens_per_sample: float = self._packing.tokens_per_sample
+        if not self.samples_per_epoch:
+            facts = f"{dataset.prefix}: {len(documents)} documents with {lengths.sum(dtype=np.int64)} tokens"
+            raise DataError(f"{facts} {self._packing.need}, change data.split or add data")
+        self._current = lru_cache(maxsize=1)(lambda epoch: self._order_of(epoch, options.checks_cache))
+
+    def __getitem__(self, sample: int) -> np.ndarray:
+        pieces = [self._dataset[self._documents[document]][part] for document, part in self._pieces(sample)]
+        return self._packing.sample(pieces)
 
     def place(self, sample: int) -> str:
         """Return the file and the document in which a sample starts, for error messages."""
+        document, _ = self._pieces(sample)[0]
+        return f"{bin_path(self._dataset.prefix)}, document {self._documents[document]}"
 
     def build_cache(self, first_sample: int, num_samples: int) -> None:
         """Write the cache files of the first orders that contain these samples, or check them if they exist.
 
         One rank of each node calls this before the others read samples.
         """
-
-
-class Packing(Protocol):
-    """A way to make samples of documents of given lengths, and the orders of its epochs."""
-
-    kind: type[Any]  # of an order: a dataclass of arrays, one of which is `shuffle`
-    name: str  # the beginning of the names of the order's files
-    needs: str  # the error if the documents do not fill a sample
-    samples_per_epoch: int
-    tokens_per_sample: float
-
-    def build(self, seed: int, epoch: int) -> Any:
-        """Return the order of an epoch."""
-
-    def pieces(self, order: Any, number: int) -> list[tuple[int, slice]]:
-        """Return (document, part of its tokens) of each piece of a sample."""
-
-    def sample(self, pieces: list[np.ndarray]) -> np.ndarray:
-        """Return the sample of these pieces' tokens."""
-
-
-class Stream:
-    """Stretches of seq_length + 1 tokens of the joined documents, of which neighbours share one."""
-
-    kind, name = EpochOrder, ""
-    needs = "are fewer than model.seq_length + 1 = {num_tokens}; lower model.seq_length"
-
-    def __init__(self, lengths: np.ndarray, seq_length: int, masks_documents: bool) -> None:
-        self._lengths, self._seq_length, self._masks_documents = lengths, seq_length, masks_documents
-        self.samples_per_epoch = max(0, int(lengths.sum(dtype=np.int64)) - 1) // seq_length
-        self.tokens_per_sample = float(seq_length)
-
-    def build(self, seed: int, epoch: int) -> EpochOrder:
-        return build_epoch(self._lengths, seq_length=self._seq_length, seed=seed, epoch=epoch)
-
-    def pieces(self, order: EpochOrder, number: int) -> list[tuple[int, slice]]:
-        # The sample ends with token `stop` of the last document, which is also the first token of the next sample.
-        (first, start), (last, stop) = order.sample_starts[number : number + 2].tolist()
-        return [
-            (document, slice(start if place == first else 0, stop + 1 if place == last else None))
-            for place, document in enumerate(order.document_order[first : last + 1].tolist(), first)
-        ]
-
-    def sample(self, pieces: list[np.ndarray]) -> np.ndarray:
-        return joined_apart(pieces) if self._masks_documents else np.concatenate(pieces, dtype=np.int64)
-
-
-class BestFit:
-    """Whole documents, which are kept apart, and padding; only documents that are longer than a sample are cut."""
-
-    kind, name = PackedOrder, "best_fit_"
-    needs = "have no prediction to pack; choose data.packing=stream"
-
-    def __init__(self, lengths: np.ndarray, seq_length: int, masks_documents: bool) -> None:
-        assert masks_documents, "a packed document does not continue the one before it"
-        self._lengths, self._seq_length = lengths, seq_length
-        num_pieces = count_sizes(lengths, seq_length)
-        self._bins = best_fit(num_pieces)
-        self.samples_per_epoch = sum(group.count for group in self._bins)
-        self.tokens_per_sample = int(num_pieces @ np.arange(seq_length + 1)) / max(self.samples_per_epoch, 1)
-
-    def build(self, seed: int, epoch: int) -> PackedOrder:
-        return build_packed(self._lengths, self._bins, seq_length=self._seq_length, seed=seed, epoch=epoch)
-
-    def pieces(self, order: PackedOrder, number: int) -> list[tuple[int, slice]]:
-        first, stop = order.bin_starts[number : number + 2].tolist()
-        return [
-            (document, slice(start, start + self._seq_length + 1))
-            for document, start in order.pieces[first:stop].tolist()
-        ]
-
-    def sample(self, pieces: list[np.ndarray]) -> np.ndarray:
-        return packed_apart(pieces, self._seq_length)
-
-
-PACKINGS: dict[str, type[Stream] | type[BestFit]] = {"stream": Stream, "best_fit": BestFit}
-
-
-class SampleOptions(TypedDict, total=False):
-    """The keyword arguments of `PackedSamples`."""
-
-    seq_length: Required[int]
-    seed: Required[int]
-    cache_dir: str | Path | None
-    checks_cache: bool
-    packing: str
-    masks_documents: bool
-
-
-class PackedSamples:
-    """The samples of a range of documents of one prefix, of which each epoch has another order.
-
-    `packing` is a name in PACKINGS; with `masks_documents`, samples keep documents apart. Without `checks_cache`,
-    cached orders are used without comparing their checksums; `build_cache` compares them.
-    """
-
-    def __init__(
-        self,
-        dataset: IndexedDataset,
-        documents: range,
-        *,
-        seq_length: int,
-        seed: int,
-        cache_dir: str | Path | None = None,
-        checks_cache: bool = True,
-        packing: str = "stream",
-        masks_documents: bool = False,
-    ) -> None:
-        self._dataset = dataset
-        self._documents = documents
-        self._seq_length = seq_length
-        self._seed = seed
-        self._checks_cache = checks_cache
-        self._cache_dir = Path(cache_dir or f"{dataset.prefix}.cache")
-        self.num_tokens = dataset.first_token(documents.stop) - dataset.first_token(documents.start)
-        lengths = dataset.sequence_lengths[documents.start : documents.stop]
-        self._packing: Packing = PACKINGS[packing](lengths, seq_length, masks_documents)
-        self.samples_per_epoch = self._packing.samples_per_epoch
-        self.tokens_per_sample = self._packing.tokens_per_sample
-        if not self.samples_per_epoch:
-            facts = f"{dataset.prefix}: {len(documents)} documents with {self.num_tokens} tokens"
-            needs = self._packing.needs.format(num_tokens=seq_length + 1)
-            raise DataError(f"{facts} {needs}, change data.split or add data")
-        self._current: tuple[int, Any] | None = None
-
-    def __getitem__(self, sample: int) -> np.ndarray:
-        order, number = self._find(sample)
-        pieces = self._packing.pieces(order, number)
-        return self._packing.sample([self._dataset[self._documents[document]][part] for document, part in pieces])
-
-    def place(self, sample: int) -> str:
-        order, number = self._find(sample)
-        document, _ = self._packing.pieces(order, number)[0]
-        return f"{bin_path(self._dataset.prefix)}, document {self._documents[document]}"
-
-    def build_cache(self, first_sample: int, num_samples: int) -> None:
-        if not self._has_cache_files:
-            return
         last_sample = first_sample + num_samples - 1
         epochs = range(first_sample // self.samples_per_epoch, last_sample // self.samples_per_epoch + 1)
-        for epoch in epochs[:MAX_EPOCHS_AHEAD]:
+        for epoch in epochs[:MAX_EPOCHS_AHEAD] if self._has_cache_files else ():
             self._order_of(epoch, checks=True)
 
-    def _find(self, sample: int) -> tuple[Any, int]:
-        """Return the order of a sample's epoch, and the number of the sample before it was shuffled."""
+    def _pieces(self, sample: int) -> list[tuple[int, slice]]:
+        """Return (document, part of its tokens) of each piece of a sample."""
         epoch, index = divmod(sample, self.samples_per_epoch)
-        current = self._current  # read once, because another thread may replace it
-        if current is None or current[0] != epoch:
-            current = self._current = (epoch, self._order_of(epoch, self._checks_cache))
-        return current[1], int(current[1].shuffle[index])
+        order = self._current(epoch)
+        return self._packing.pieces(order, int(order.shuffle[index]))
 
     @property
     def _has_cache_files(self) -> bool:
         return len(self._documents) + self.samples_per_epoch >= MIN_CACHED_ENTRIES
 
     def _order_of(self, epoch: int, checks: bool) -> Any:
-        if not self._has_cache_files:
-            return self._build(epoch)
-        recipe = Recipe(
-            name=Path(self._dataset.prefix).name,
-            bin_bytes=bin_path(self._dataset.prefix).stat().st_size,
-            idx_bytes=idx_path(self._dataset.prefix).stat().st_size,
-            idx_mtime_ns=idx_path(self._dataset.prefix).stat().st_mtime_ns,
-            first_document=self._documents.start,
-            stop_document=self._documents.stop,
-            seq_length=self._seq_length,
-            seed=self._seed,
-        )
-        stem = self._packing.name + recipe.file_stem(epoch)
-        return cached_epoch(self._cache_dir, stem, self._packing.kind, lambda: self._build(epoch), checks)
+        def build() -> Any:
+            return self._packing.build(self._options.seed, epoch)
 
-    def _build(self, epoch: int) -> Any:
-        return self._packing.build(self._seed, epoch)
+        if not self._has_cache_files:
+            return build()
+        stem = self._packing.file_prefix + self._file_stem(epoch)
+        return cached_order(self._cache_dir, stem, self._packing.order_type, build, checks)
+
+    def _file_stem(self, epoch: int) -> str:
+        """Return a name with a digest of all that the order depends on.
+
+        The document lengths are represented by the modification time of the index file.
+        """
+        prefix, options, index = self._dataset.prefix, self._options, idx_path(self._dataset.prefix).stat()
+        facts = {
+            "name": Path(prefix).name,
+            "bin_bytes": bin_path(prefix).stat().st_size,
+            "idx_bytes": index.st_size,
+            "idx_mtime_ns": index.st_mtime_ns,
+            "first_document": self._documents.start,
+            "stop_document": self._documents.stop,
+            "seq_length": options.seq_length,
+            "seed": options.seed,
+            "version": VERSION,
+        }
+        digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+        documents = f"{self._documents.start}-{self._documents.stop}"
+        return f"documents_{documents}_seq_{options.seq_length}_seed_{options.seed}_{digest}_epoch_{epoch}"
 
 
 def split_documents(num_documents: int, weights: Sequence[float]) -> dict[str, range]:

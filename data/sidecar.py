@@ -6,7 +6,6 @@ It holds the CRC-32 of the other files of the corpus, and of its own other keys.
 import dataclasses
 import json
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -15,6 +14,7 @@ from data.errors import DataError
 
 TOKENS, INDEX, TOKENIZER = ".bin", ".idx", ".tokenizer.json"  # the files whose checksums are recorded
 OWN_CHECKSUM = "crc32"
+COUNTS = ("vocab_size", "eod", "documents", "tokens", "empty", "rejected")
 CHUNK_BYTES = 1 << 24
 
 
@@ -53,14 +53,33 @@ class Sidecar:
         path = cls.path(prefix)
         try:
             facts = json.loads(path.read_text(encoding="utf-8"))
-            problem = _problem(facts)
-        except (OSError, ValueError, RecursionError) as error:
+            if not isinstance(facts, dict):
+                raise ValueError(f"it is a JSON {type(facts).__name__}, not an object")
+            checksum = facts.pop(OWN_CHECKSUM, None)
+            sidecar = cls(**facts)
+            sidecar._check_types()
+            if checksum not in (None, _checksum_of(facts)):
+                raise ValueError(
+                    f"it was changed since it was written (remove its key {OWN_CHECKSUM} if that was meant)"
+                )
+        except (OSError, ValueError, TypeError, RecursionError) as error:
             problem = str(error).partition("\n")[0]
-        if problem:
             raise DataError(
                 f"cannot read {path}, which data.prepare writes beside the tokens: {problem}; prepare the data again"
-            )
-        return cls(**{name: value for name, value in facts.items() if name != OWN_CHECKSUM})
+            ) from None
+        return sidecar
+
+    def _check_types(self) -> None:
+        """Raise ValueError or TypeError if a number is none, which a file without checksum may hold."""
+        numbers = {name: getattr(self, name) for name in COUNTS} | dict(self.checksums)
+        if self.bos is not None:
+            numbers["bos"] = self.bos
+        for name, value in numbers.items():
+            if type(value) is not int or value < 0:  # a bool is no number
+                raise ValueError(f"{name} is {str(value)[:40]!r}, not a number")
+        for name in {"eod", "bos"} & numbers.keys():
+            if numbers[name] >= self.vocab_size:
+                raise ValueError(f"{name}={numbers[name]} is not below vocab_size={self.vocab_size}")
 
     def check_file(self, prefix: str | Path, suffix: str) -> None:
         """Raise DataError if the file PREFIX`suffix` is not the one that was written, as far as that is known."""
@@ -88,50 +107,3 @@ def file_checksum(path: str | Path) -> int:
 
 def _checksum_of(facts: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(facts, sort_keys=True).encode())
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and value >= 0  # a bool is no count
-
-
-def _is_checksums(value: object) -> bool:
-    return isinstance(value, dict) and all(map(_is_count, value.values()))
-
-
-def _is_list_of_texts(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(text, str) for text in value)
-
-
-KINDS: dict[str, tuple[Callable[[object], bool], str]] = {
-    "vocab_size": (_is_count, "a number"),
-    "eod": (_is_count, "a number"),
-    "tokenizer": (lambda value: isinstance(value, str), "a text"),
-    "documents": (_is_count, "a number"),
-    "tokens": (_is_count, "a number"),
-    "source": (_is_list_of_texts, "a list of texts"),
-    "bos": (lambda value: value is None or _is_count(value), "a number or null"),
-    "empty": (_is_count, "a number"),
-    "rejected": (_is_count, "a number"),
-    "checksums": (_is_checksums, "an object of numbers"),
-    OWN_CHECKSUM: (_is_count, "a number"),
-}
-OPTIONAL = {"bos", "empty", "rejected", "checksums", OWN_CHECKSUM}
-
-
-def _problem(facts: object) -> str | None:
-    """Return what is wrong with the content of a file; None if nothing is."""
-    if not isinstance(facts, dict):
-        return f"it is a JSON {type(facts).__name__}, not an object"
-    if wrong := (facts.keys() - KINDS.keys()) or (KINDS.keys() - facts.keys() - OPTIONAL):
-        return f"its keys should be {', '.join(KINDS)}, and differ in {', '.join(sorted(wrong))}"
-    for name, value in facts.items():
-        is_right, kind = KINDS[name]
-        if not is_right(value):
-            return f"{name} is {str(value)[:40]!r}, not {kind}"
-    for name in ("eod", "bos"):
-        if (facts.get(name) or 0) >= facts["vocab_size"]:
-            return f"{name}={facts[name]} is not below vocab_size={facts['vocab_size']}"
-    others = {name: value for name, value in facts.items() if name != OWN_CHECKSUM}
-    if facts.get(OWN_CHECKSUM, _checksum_of(others)) != _checksum_of(others):
-        return f"it was changed since it was written (remove its key {OWN_CHECKSUM} if that was meant)"
-    return None

@@ -10,10 +10,8 @@ from typing import Self
 import numpy as np
 
 from data.batches import BatchLoader
-from data.blend import open_samples, parse_path
-from data.check import check_index
-from data.indexed import IndexedDataset
-from data.samples import Samples
+from data.blend import BlendedSamples, open_samples, parse_path
+from data.indexed import IndexedDataset, check_index
 from data.sidecar import Sidecar
 from data.tokenizer import Tokenizer, load_tokenizer, tokenizer_path
 from gpt.settings.data import DataSettings
@@ -58,7 +56,7 @@ class Corpus:
 
         def samples_of(
             part: str, num_samples: int, path: str | list[str] = data.path, split: Sequence[float] = data.split
-        ) -> Samples:
+        ) -> BlendedSamples:
             samples = open_samples(
                 path,
                 part,
@@ -96,7 +94,7 @@ class Corpus:
 
 
 def _loader(
-    samples: Samples, model: ModelConfig, train: TrainSettings, mesh: Mesh, world: World, num_units: int
+    samples: BlendedSamples, model: ModelConfig, train: TrainSettings, mesh: Mesh, world: World, num_units: int
 ) -> BatchLoader:
     return BatchLoader(
         samples,
@@ -121,7 +119,7 @@ def _log_padding(part: str, filled: float) -> None:
     )
 
 
-def _prompts(texts: Sequence[str] | None, tokenizer: Tokenizer, samples: Samples) -> list[list[int]]:
+def _prompts(texts: Sequence[str] | None, tokenizer: Tokenizer, samples: BlendedSamples) -> list[list[int]]:
     """Return the ids of the prompts, or the beginnings of the first samples. All ranks have the same."""
     if texts is None:
         # The tokens are the only row of a sample, or the first one if documents are kept apart.

@@ -19,13 +19,8 @@ import logging
 import math
 import re
 import sys
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-import torch
-from torch import Tensor
-from torch.nn import functional as F
 
 from data.blend import parse_path
 from data.chosen_tokenizers import named_tokenizer
@@ -36,17 +31,14 @@ from gpt.builder.host_memory import check_host_memory
 from gpt.builder.train_state import TrainState, build, build_mesh, start_options
 from gpt.checkpoint.checkpoint import load
 from gpt.checkpoint.folder import find
-from gpt.generate import evaluation
 from gpt.monitor.console import RunConsole, task_lines
 from gpt.run_folder.files import CHECKPOINTS
 from gpt.settings.option_names import messages_in_option_names
 from gpt.settings.parser import parse_settings
 from gpt.settings.settings import Settings
-from gpt.tasks import judge, load_tasks
+from gpt.tasks import Request, judge, load_tasks, score
 from parallel.errors import ConfigError
-from parallel.mesh import Axis
 from parallel.world import World, exit_with_error, start_world, stop_world
-from zero.engine import ZeroDataParallel
 
 # These undo WikiText's own tokenization, as GPT-2's authors and Megatron-LM do before they evaluate.
 WIKITEXT_SPACES = (
@@ -81,61 +73,18 @@ class Score:
         return math.exp(self.nll / self.num_tokens)
 
 
-@dataclass(frozen=True)
-class Window:
-    """A stretch of a text that is read at once, and its predictions that are scored; prediction i is of token i + 1."""
-
-    read: range
-    scored: range
-
-
-def windows(num_predictions: int, seq_length: int, stride: int) -> list[Window]:
-    """Return windows that score each prediction once.
+def windows(tokens: list[int], seq_length: int, stride: int) -> list[Request]:
+    """Return requests for windows of the text, which together score each token but the first once.
 
     After the first window, each prediction has at least `seq_length - stride` tokens of context.
     """
-    found: list[Window] = []
+    found: list[Request] = []
     scored = 0
-    while scored < num_predictions:
-        stop = min(num_predictions, scored + (stride if scored else seq_length))
-        found.append(Window(range(max(0, stop - seq_length), stop), range(scored, stop)))
+    while scored < len(tokens) - 1:
+        stop = min(len(tokens) - 1, scored + (stride if scored else seq_length))
+        found.append(Request(tokens[max(0, stop - seq_length) : stop + 1], stop - scored))
         scored = stop
     return found
-
-
-@torch.no_grad()
-def negative_log_likelihood(
-    model: ZeroDataParallel, tokens: Tensor, of_all_ranks: Sequence[Window], data: Axis, micro_batch_size: int
-) -> float:
-    """Return the summed negative log-likelihood of the tokens (n + 1,) except the first.
-
-    Each rank computes its share of the windows `of_all_ranks`. Waits for the device.
-    """
-    total = torch.zeros((), dtype=torch.float64, device=tokens.device)
-    with evaluation(model):
-        for batch in batches(of_all_ranks, data, micro_batch_size):
-            read = torch.stack([tokens[window.read.start : window.read.stop + 1] for window in batch])
-            logits = model(read[:, :-1])
-            for window, own_logits, own_tokens in zip(batch, logits, read, strict=True):
-                num_scored = len(window.scored)
-                own = own_logits[-num_scored:] if num_scored else own_logits[:0]
-                targets = own_tokens[len(own_tokens) - num_scored :]
-                total += F.cross_entropy(own.float(), targets, reduction="sum").double()
-    data.all_reduce(total, out=total).wait()
-    return total.item()
-
-
-def batches(of_all_ranks: Sequence[Window], data: Axis, micro_batch_size: int) -> Iterator[list[Window]]:
-    """Return this rank's share of the windows, in batches.
-
-    All ranks get the same number of batches, because they may have to unshard parameters together. Windows that score
-    nothing are added to make the numbers equal.
-    """
-    unscored = Window(of_all_ranks[0].read, range(0))
-    num_batches = math.ceil(len(of_all_ranks) / (micro_batch_size * data.size))
-    padded = [*of_all_ranks, *[unscored] * (num_batches * micro_batch_size * data.size - len(of_all_ranks))]
-    own = padded[data.rank :: data.size]
-    return (own[n : n + micro_batch_size] for n in range(0, len(own), micro_batch_size))
 
 
 def read_text(source: Source) -> str:
@@ -167,18 +116,6 @@ def find_tokenizer(name: str | None, data_path: str | list[str], model_vocab_siz
             "give the one that the model was trained with as --tokenizer"
         )
     return tokenizer
-
-
-def score_text(
-    state: TrainState, tokenizer: Tokenizer, text: str, *, stride: int, is_wikitext: bool, micro_batch_size: int
-) -> Score:
-    """Return the score of the text; see `windows` for `stride`. All ranks call it."""
-    num_words = len(text.split()) + (text.count("\n") if is_wikitext else 0)
-    ids = [tokenizer.start, *tokenizer.encode(undo_wikitext(text) if is_wikitext else text)]
-    found = windows(len(ids) - 1, state.config.seq_length, stride)
-    tokens = torch.tensor(ids, device=state.device)
-    nll = negative_log_likelihood(state.model, tokens, found, state.mesh.data, micro_batch_size)
-    return Score(nll, len(ids) - 1, num_words)
 
 
 def load_model(settings: Settings, weights: str | None, world: World) -> tuple[TrainState, str]:
@@ -255,19 +192,16 @@ def evaluate_model(arguments: list[str]) -> Score | dict[str, float]:
         metrics = judge(state.model, tasks, state.mesh, batch_size)
         console.say("\n".join([origin, *task_lines(metrics)]))
         return metrics
-    score = score_text(
-        state,
-        tokenizer,
-        text,
-        stride=own.stride or settings.model.seq_length,
-        is_wikitext=own.wikitext,
-        micro_batch_size=batch_size,
-    )
+    num_words = len(text.split()) + (text.count("\n") if own.wikitext else 0)
+    ids = [tokenizer.start, *tokenizer.encode(undo_wikitext(text) if own.wikitext else text)]
+    seq_length = settings.model.seq_length
+    scores = score(state.model, windows(ids, seq_length, own.stride or seq_length), state.mesh, batch_size)
+    found = Score(-scores[:, 0].sum().item(), len(ids) - 1, num_words)
     console.say(
-        f"{origin}\nperplexity {score.perplexity:,.6g} per word, {score.token_perplexity:,.6g} per token "
-        f"({score.num_words:,} words, {score.num_tokens:,} tokens)"
+        f"{origin}\nperplexity {found.perplexity:,.6g} per word, {found.token_perplexity:,.6g} per token "
+        f"({found.num_words:,} words, {found.num_tokens:,} tokens)"
     )
-    return score
+    return found
 
 
 def main() -> None:

@@ -6,15 +6,15 @@ The options before `--`, and the checks, are those of parallel/launch/preflight.
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from data.blend import parse_path
 from data.errors import DataError
 from gpt.settings.parser import parse_settings
+from gpt.settings.tree import dotted
 from parallel.errors import exit_on_config_error
 from parallel.launch import preflight
 from parallel.launch.node_facts import Job
@@ -29,19 +29,10 @@ def describe_job(arguments: Sequence[str], num_ranks: int | None) -> Job:
     settings = parse_settings(arguments, num_ranks)
     _, prefixes = parse_path(settings.data.path)
     return Job(
-        settings=tuple(f"{name}={value}" for name, value in _dotted(yaml.safe_load(settings.to_yaml()))),
+        settings=tuple(f"{name}={value}" for name, value in dotted(yaml.safe_load(settings.to_yaml())).items()),
         files=tuple(Path(f"{prefix}.idx") for prefix in prefixes),
         folder=Path(settings.run.dir),
     )
-
-
-def _dotted(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted name, value) of every leaf."""
-    for name, value in tree.items():
-        if isinstance(value, dict):
-            yield from _dotted(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
 
 
 if __name__ == "__main__":

@@ -30,9 +30,8 @@ from gpt.settings.settings import Settings
 from gpt.shape.config import parameter_shapes
 from gpt.shape.flops import model_flops
 from lab.pages.plots import plot
-from parallel.errors import ConfigError
+from parallel.errors import ConfigError, exit_on_config_error
 from parallel.launch.preflight import split_words
-from parallel.world import exit_with_error
 
 SIZES = "1x32", "2x48", "2x64", "3x96", "4x128"
 WARMUP_PART = 20  # of the steps
@@ -107,18 +106,19 @@ def rung(size: str, options: argparse.Namespace, arguments: Sequence[str]) -> Ru
 
 def train(one: Rung, launch: str) -> float:
     """Return the loss of a size, of which the run is started unless it is complete. Raises ConfigError if it fails."""
-    if one.loss is None:
-        command = [*shlex.split(launch), *one.options]
-        sys.stderr.write(f"+ {shlex.join(command)}\n")
-        code = subprocess.run(command, check=False).returncode
-        if code or one.loss is None:
-            raise ConfigError(f"the run of {one.name} has ended with exit code {code} and without a validation loss")
-    return one.loss
+    if (loss := one.loss) is not None:
+        return loss
+    command = [*shlex.split(launch), *one.options]
+    sys.stderr.write(f"+ {shlex.join(command)}\n")
+    code = subprocess.run(command, check=False).returncode
+    if code or (loss := one.loss) is None:
+        raise ConfigError(f"the run of {one.name} has ended with exit code {code} and without a validation loss")
+    return loss
 
 
 def climb(rungs: Sequence[Rung], launch: str, console: Console) -> PowerLaw:
-    """Train all sizes, the largest last; say what is predicted for it before, and return the law of all."""
-    *smaller, largest = sorted(rungs, key=lambda one: one.flops)
+    """Train all sizes, of which the last is the largest; say what is predicted for it before, and return the law."""
+    *smaller, largest = rungs
     losses = [train(one, launch) for one in smaller]
     law = PowerLaw(tuple(one.flops for one in smaller), tuple(losses))
     predicted, error = law.predict(largest.flops)
@@ -128,24 +128,21 @@ def climb(rungs: Sequence[Rung], launch: str, console: Console) -> PowerLaw:
     return PowerLaw((*law.flops, largest.flops), (*law.losses, loss))
 
 
-def show(rungs: Sequence[Rung], law: PowerLaw, console: Console) -> None:
+def show(rungs: Sequence[Rung], law: PowerLaw, path: Path, console: Console) -> None:
+    """Print the sizes and the law, and plot them."""
     table = Table("size", "parameters", "tokens", "FLOPs", "validation loss", "fitted")
-    of_flops = dict(zip(law.flops, law.losses, strict=True))
-    for one in rungs:
-        train, tokens = one.settings.train, one.settings.model.seq_length * one.settings.train.global_batch_size
-        numbers = f"{one.parameters:,}", f"{tokens * train.steps:,}", f"{one.flops:.3g}"
-        table.add_row(one.name, *numbers, f"{of_flops[one.flops]:.4f}", f"{law.predict(one.flops)[0]:.4f}")
+    for one, trained in zip(rungs, law.losses, strict=True):
+        tokens = one.settings.model.seq_length * one.settings.train.global_batch_size * one.settings.train.steps
+        losses = f"{trained:.4f}", f"{law.predict(one.flops)[0]:.4f}"
+        table.add_row(one.name, f"{one.parameters:,}", f"{tokens:,}", f"{one.flops:.3g}", *losses)
     console.print(table)
     slope, start = law.slope_and_start
     following = law.flops[-1] ** 2 / law.flops[-2]
     loss, error = law.predict(following)
     console.print(f"L = {math.exp(start):.4g} C^{slope:.4f}; with {following:.3g} FLOPs: {loss:.4f} ± {error:.4f}")
-
-
-def draw(law: PowerLaw, path: Path) -> None:
     with plot(path, size=(7, 4.5)) as (axes,):
         axes.plot(law.flops, law.losses, "o", label="trained")
-        flops = np.geomspace(law.flops[0], law.flops[-1] ** 2 / law.flops[-2])
+        flops = np.geomspace(law.flops[0], following)
         losses, errors = np.array([law.predict(number) for number in flops]).T
         axes.plot(flops, losses, label="fitted")
         axes.fill_between(flops, losses - errors, losses + errors, alpha=0.2, label="standard error")
@@ -171,12 +168,9 @@ def main(words: Sequence[str]) -> None:
     rungs = sorted((rung(size, options, arguments) for size in options.sizes), key=lambda one: one.flops)
     console = Console(highlight=False)
     law = climb(rungs, options.launch, console)
-    show(rungs, law, console)
-    draw(law, options.output / "ladder.png")
+    show(rungs, law, options.output / "ladder.png", console)
 
 
 if __name__ == "__main__":
-    try:
+    with exit_on_config_error():
         main(sys.argv[1:])
-    except ConfigError as error:
-        exit_with_error(error)

@@ -10,7 +10,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
@@ -18,28 +17,7 @@ import torch
 NUM_NEWEST = 1024
 
 
-class Mark(Protocol):
-    """A position in the work of a device. `query` returns True if the device has passed it, and never waits."""
-
-    def query(self) -> bool: ...
-
-
-class PassedMark:
-    """A mark that the device has passed when it is made."""
-
-    def query(self) -> bool:
-        return True
-
-
-PASSED = PassedMark()
-
-
-def mark_on_host() -> Mark:
-    """Return a mark that is passed: what the host has run is done."""
-    return PASSED
-
-
-def mark_on_gpu() -> Mark:
+def mark_on_gpu() -> torch.cuda.Event:
     """Return a mark behind all that has been queued on the current stream."""
     event = torch.cuda.Event()
     event.record()
@@ -68,16 +46,17 @@ class CommEvent:
     waiting_phase: str = field(default="", compare=False)
     sent_bytes: int | None = None
     place: tuple[str, int] = field(default=("", 0), compare=False)  # the file and the line that launched it
-    reach_mark: Mark = field(default=PASSED, compare=False, repr=False)
-    end_mark: Mark | None = field(default=None, compare=False, repr=False)  # None until it has been waited for
+    # The device has passed a mark if `query` returns True, which never waits; None: the host's word is enough.
+    reach_mark: torch.cuda.Event | None = field(default=None, compare=False, repr=False)
+    end_mark: torch.cuda.Event | None = field(default=None, compare=False, repr=False)
 
     @property
     def is_reached(self) -> bool:
-        return self.reach_mark.query()
+        return self.reach_mark is None or self.reach_mark.query()
 
     @property
     def is_complete(self) -> bool:
-        return self.end_mark is not None and self.end_mark.query()
+        return self.completed is not None and (self.end_mark is None or self.end_mark.query())
 
     @property
     def wire_bytes(self) -> int:
@@ -123,7 +102,7 @@ class CommLog:
         self.phase = "setup"
         self.num_recorded = 0
         self.newest: deque[CommEvent] = deque(maxlen=NUM_NEWEST)
-        self._mark: Callable[[], Mark] = mark_on_host
+        self._is_on_gpu = False
         self.clear()
 
     @property
@@ -133,7 +112,7 @@ class CommLog:
 
     def follow(self, device: torch.device) -> None:
         """Let the device say, and not the host, which of the collectives that follow are reached and complete."""
-        self._mark = mark_on_gpu if device.type == "cuda" else mark_on_host
+        self._is_on_gpu = device.type == "cuda"
 
     def clear(self) -> None:
         self.events: list[CommEvent] = []
@@ -168,11 +147,9 @@ class CommLog:
         uneven_numels: tuple[int, int] | None = None,
     ) -> CommEvent:
         """Record a launch; `uneven_numels` are the elements that all ranks send, and that this one sends to others."""
-        itemsize = message.element_size()
-        numel, sent = (message.numel(), None) if uneven_numels is None else uneven_numels
-        sent_bytes = None if sent is None else sent * itemsize
-        event = CommEvent(op, axis, group_size, numel * itemsize, message.dtype, self.phase, self.clock())
-        event.sent_bytes = sent_bytes
+        numel, sent_numel = (message.numel(), None) if uneven_numels is None else uneven_numels
+        event = CommEvent(op, axis, group_size, numel * message.itemsize, message.dtype, self.phase, self.clock())
+        event.sent_bytes = None if sent_numel is None else sent_numel * message.itemsize
         event.place, event.reach_mark = _place(), self._mark()
         self.num_recorded += 1
         self.newest.append(event)
@@ -180,6 +157,9 @@ class CommLog:
         if self.keeps_events:
             self.events.append(event)
         return event
+
+    def _mark(self) -> torch.cuda.Event | None:
+        return mark_on_gpu() if self._is_on_gpu else None
 
     def record_wait_start(self, event: CommEvent) -> None:
         event.awaited, event.waiting_phase = self.clock(), self.phase

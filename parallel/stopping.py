@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 import torch.distributed as dist
 
@@ -147,3 +148,14 @@ class Stopping:
             with self._changed:
                 self._last = int(self._store.get("stop/last"))
                 self._changed.notify_all()
+
+
+def take_warnings(handler: Callable[[int, FrameType | None], object]) -> None:
+    """Let a launcher's `handler` take the signals that scripts/launch has made it ignore under a scheduler.
+
+    By default Slurm signals only the process that it has started, so they have to be passed on. A rank that gets a
+    signal twice takes it as one.
+    """
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, handler)

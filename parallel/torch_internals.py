@@ -17,46 +17,27 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-from torch._subclasses.functional_tensor import FunctionalTensor
+from torch._ops import OpOverload as OpOverload
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._subclasses.functional_tensor import FunctionalTensor as FunctionalTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import SDPBackend
 from torch.optim.optimizer import Optimizer, _global_optimizer_post_hooks, _global_optimizer_pre_hooks
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_unflatten as tree_unflatten
 
-__all__ = [
-    "FakeStore",
-    "FakeTensor",
-    "FunctionalTensor",
-    "OpOverload",
-    "TorchDispatchMode",
-    "UnguardedDispatchMode",
-    "active_dispatch_modes",
-    "active_observers",
-    "are_the_same_elements",
-    "attention_backend",
-    "default_store",
-    "flatten_mesh",
-    "flight_record",
-    "largest_rounded_pinned_bytes",
-    "memory_snapshot",
-    "multiplies_in_bf16",
-    "real_tensors",
-    "returns_views",
-    "runs_a_kernel",
-    "schema_of",
-    "set_allocator",
-    "step_hooks_run_once",
-    "storage_id",
-    "take_default_timeout",
-    "tree_flatten",
-    "tree_leaves",
-    "tree_map",
-    "tree_unflatten",
-]
+# The dispatch modes that see operations of this thread, the innermost one last. An observer joins a mode that is active
+# already, since each further mode costs more than a fake operation.
+active_dispatch_modes = _get_current_dispatch_mode_stack
+
+# A context in which real tensors are created, also in a dry run: for code that must read values.
+real_tensors = unset_fake_temporarily
 
 NAMESPACES = {"aten", "torch_attn"}  # of kernels; the second one is that of attention with variable lengths
 FUSED_NORM = "zero::rms_norm"  # and its gradients: one kernel on a GPU (gpt/kernels/norms.py)
@@ -224,24 +205,9 @@ def storage_id(storage: torch.UntypedStorage) -> int:
     return storage._cdata
 
 
-def active_dispatch_modes() -> list[TorchDispatchMode]:
-    """Return the dispatch modes that see operations of this thread, the innermost one last.
-
-    An observer joins a mode that is active already, since each further mode costs more than a fake operation.
-    """
-    return _get_current_dispatch_mode_stack()
-
-
 def active_observers() -> list[Any]:
     """Return the observers of this thread's operations, the innermost one last: those in the lists of its modes."""
     return [observer for mode in active_dispatch_modes() for observer in getattr(mode, "observers", ())]
-
-
-@contextmanager
-def real_tensors() -> Iterator[None]:
-    """Create real tensors in this block, also in a dry run: for code that must read values."""
-    with unset_fake_temporarily():
-        yield
 
 
 class UnguardedDispatchMode(TorchDispatchMode):

@@ -54,6 +54,33 @@ class Verdict:
     num_alive: int
 
 
+class Heart:
+    """The progress of one rank, its collectives and calls of `beat`, which `write` publishes as a heartbeat."""
+
+    def __init__(self, store: dist.Store, rank: int, log: CommLog, clock: Callable[[], float]):
+        self.store, self.rank, self.clock, self._log = store, rank, clock, log
+        self._num_beats = self._tick = 0
+        self._progress: tuple[int, int, int] | None = None  # (complete, reached, beats), and when they last changed
+        self.progress_time = clock()
+
+    def beat(self) -> None:
+        self._num_beats += 1
+
+    def idle_seconds(self) -> float:
+        now = self._log.progress()
+        progress = now.num_complete, now.num_reached, self._num_beats
+        if progress != self._progress:
+            self._progress, self.progress_time = progress, self.clock()
+        return self.clock() - self.progress_time
+
+    def write(self) -> None:
+        self._tick += 1
+        idle_seconds, now = self.idle_seconds(), self._log.progress()
+        counts = now.num_launched, now.num_reached, now.num_complete
+        heartbeat = Heartbeat(self._tick, idle_seconds, *counts, str(now.next or "none"))
+        self.store.set(f"watch/{self.rank}", json.dumps(asdict(heartbeat)))
+
+
 class Watchdog:
     """A watchdog of one rank. It ends the job if no rank completes a collective or calls `beat` for `hang_seconds`.
 
@@ -72,73 +99,55 @@ class Watchdog:
         on_abort: Callable[[str], None] = lambda reason: None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._store, self._rank, self._size, self._log = store, rank, size, log
-        self._on_abort, self._clock = on_abort, clock
+        self._heart = Heart(store, rank, log, clock)
+        self._store, self._size, self._on_abort = store, size, on_abort
         self._hang_seconds, self._poll_seconds = hang_seconds, hang_seconds / POLLS_PER_HANG
-        self._num_beats = self._tick = 0
-        # (complete, reached, beats), None before they are first read; and when they last changed
-        self._progress: tuple[int, int, int] | None = None
-        self._progress_time = self._clock()
         self._waiting_since = math.inf  # for another rank to report
-
-    def beat(self) -> None:
-        """Record progress other than a collective. May be called from any thread."""
-        self._num_beats += 1
+        self.beat = self._heart.beat  # records progress other than a collective; may be called from any thread
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Watch the ranks in this block."""
+        if not self._hang_seconds:
+            yield
+            return
         ended = threading.Event()
-        self._progress_time = self._clock()
+        self._heart.progress_time = self._heart.clock()
+        # The first heartbeat is written before the block starts: a rank that hangs at once must have one.
+        self._heart.write()
         thread = threading.Thread(target=self._watch, args=(ended,), daemon=True)
-        if self._hang_seconds:
-            # The first heartbeat is written before the block starts: a rank that hangs at once must have one.
-            self._write_heartbeat()
-            thread.start()
+        thread.start()
         try:
             yield
         finally:
             ended.set()
-            if self._hang_seconds:
-                thread.join()
+            thread.join()
 
     def _watch(self, ended: threading.Event) -> None:
+        heart = self._heart
         while not ended.wait(self._poll_seconds):
             try:
                 # This rank's heartbeat is written before the others are read: it must not count as silent meanwhile.
-                self._write_heartbeat()
+                heart.write()
                 if self._store.check(["watch/verdict"]):
                     self._end(Verdict(**json.loads(self._store.get("watch/verdict"))))
                 if self._may_report():
                     self._report(ended)
             except (RuntimeError, ValueError):  # the rank that serves the store, usually rank 0, has ended
-                if self._idle_seconds() > self._hang_seconds:
-                    reason = f"has made no progress for {self._idle_seconds():.0f} s, and rank 0 has ended"
-                    self._print_and_end(Verdict(f"rank {self._rank} {reason}", num_alive=1))
+                if (idle_seconds := heart.idle_seconds()) > self._hang_seconds:
+                    reason = f"has made no progress for {idle_seconds:.0f} s, and rank 0 has ended"
+                    self._end(Verdict(f"rank {heart.rank} {reason}", num_alive=1), prints=True)
 
     def _may_report(self) -> bool:
         """Return whether this rank is to report: the first that asks, or any if that one has stopped meanwhile."""
-        if self._idle_seconds() <= self._hang_seconds:
+        if self._heart.idle_seconds() <= self._hang_seconds:
             self._waiting_since = math.inf
             return False
         if self._store.add("watch/num_reporters", 1) == 1:
             return True
-        self._waiting_since = min(self._waiting_since, self._clock())
-        return self._clock() - self._waiting_since > self._hang_seconds
-
-    def _idle_seconds(self) -> float:
-        now = self._log.progress()
-        progress = now.num_complete, now.num_reached, self._num_beats
-        if progress != self._progress:
-            self._progress, self._progress_time = progress, self._clock()
-        return self._clock() - self._progress_time
-
-    def _write_heartbeat(self) -> None:
-        self._tick += 1
-        idle_seconds, now = self._idle_seconds(), self._log.progress()
-        counts = now.num_launched, now.num_reached, now.num_complete
-        heartbeat = Heartbeat(self._tick, idle_seconds, *counts, str(now.next or "none"))
-        self._store.set(f"watch/{self._rank}", json.dumps(asdict(heartbeat)))
+        now = self._heart.clock()
+        self._waiting_since = min(self._waiting_since, now)
+        return now - self._waiting_since > self._hang_seconds
 
     def _report(self, ended: threading.Event) -> None:
         """End the job if no rank makes progress."""
@@ -146,60 +155,46 @@ class Watchdog:
         for _ in range(POLLS_BETWEEN_READINGS):
             if ended.wait(self._poll_seconds):
                 return
-            self._write_heartbeat()
-        after = self._heartbeats()
-        if reason := describe_hang(before, after, self._hang_seconds, self._size):
-            verdict = Verdict(reason, self._size - len(silent_ranks(before, after, self._size)))
+            self._heart.write()
+        if verdict := describe_hang(before, self._heartbeats(), self._hang_seconds, self._size):
             # The verdict is set before this process ends, so that the other ranks end with the same reason.
             self._store.set("watch/verdict", json.dumps(asdict(verdict)))
-            self._print_and_end(verdict)
+            self._end(verdict, prints=True)
         # A rank still makes progress. The counter is deleted so that any rank may report later; this rank does so after
         # another half of `hang_seconds`.
         self._store.delete_key("watch/num_reporters")
-        self._progress_time = self._clock() - self._hang_seconds / 2
+        self._heart.progress_time = self._heart.clock() - self._hang_seconds / 2
 
-    def _print_and_end(self, verdict: Verdict) -> None:
-        # The line is printed before `on_abort`, which may take long or fail.
-        sys.stderr.write(f"error: {verdict.reason}\n")
-        sys.stderr.flush()
-        self._end(verdict)
-
-    def _end(self, verdict: Verdict) -> None:
+    def _end(self, verdict: Verdict, *, prints: bool = False) -> None:
         """End this process from the watchdog's thread: the main thread may never return from its collective."""
+        if prints:  # before `on_abort`, which may take long or fail
+            sys.stderr.write(f"error: {verdict.reason}\n")
+            sys.stderr.flush()
         try:
             try:
                 self._on_abort(verdict.reason)
             finally:
-                self._wait_for_reports(verdict.num_alive)
+                # It is waited for on all ranks that still run; one that hangs there too is left behind.
+                if self._store.add("watch/num_reported", 1) == verdict.num_alive:
+                    self._store.set("watch/all_reported", "")
+                seconds = POLLS_TO_READ_VERDICT * self._poll_seconds + SECONDS_TO_REPORT
+                self._store.wait(["watch/all_reported"], timedelta(seconds=seconds))
         finally:
             os._exit(EXIT_CODE)
-
-    def _wait_for_reports(self, num_alive: int) -> None:
-        """Wait until `on_abort` has returned on all ranks that still run; one that hangs there too is left behind."""
-        if self._store.add("watch/num_reported", 1) == num_alive:
-            self._store.set("watch/all_reported", "")
-        # Raises after this time, and the process ends.
-        seconds = POLLS_TO_READ_VERDICT * self._poll_seconds + SECONDS_TO_REPORT
-        self._store.wait(["watch/all_reported"], timedelta(seconds=seconds))
 
     def _heartbeats(self) -> dict[int, Heartbeat]:
         keys = {rank: f"watch/{rank}" for rank in range(self._size)}
         return {r: Heartbeat(**json.loads(self._store.get(key))) for r, key in keys.items() if self._store.check([key])}
 
 
-def silent_ranks(before: Mapping[int, Heartbeat], after: Mapping[int, Heartbeat], size: int) -> list[int]:
-    """Return the ranks that have written no heartbeat between two readings."""
-    return [rank for rank in range(size) if rank not in after or before.get(rank) == after[rank]]
-
-
 def describe_hang(
     before: Mapping[int, Heartbeat], after: Mapping[int, Heartbeat], hang_seconds: float, size: int
-) -> str | None:
-    """Return an error message that names the ranks that hang; None if a rank still makes progress.
+) -> Verdict | None:
+    """Return the verdict that names the ranks that hang; None if a rank still makes progress.
 
     `before` and `after` are the heartbeats of all ranks, read a few polls apart.
     """
-    silent = silent_ranks(before, after, size)
+    silent = [rank for rank in range(size) if rank not in after or before.get(rank) == after[rank]]
     alive = {rank: heartbeat for rank, heartbeat in after.items() if rank not in silent}
     if any(heartbeat.idle_seconds < hang_seconds / 2 for heartbeat in alive.values()):
         return None
@@ -211,7 +206,7 @@ def describe_hang(
         what = f"has made no progress for {hang_seconds:g} s"
     found = "; ".join(f"rank {rank} {what}: {_describe(after.get(rank))}" for rank in culprits[:4])
     more = f"; and {len(culprits) - 4} more ranks" if len(culprits) > 4 else ""
-    return f"{found}{more}; the job ends (run.hang_seconds={hang_seconds:g})"
+    return Verdict(f"{found}{more}; the job ends (run.hang_seconds={hang_seconds:g})", len(alive))
 
 
 def _describe(heartbeat: Heartbeat | None) -> str:

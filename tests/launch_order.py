@@ -6,7 +6,7 @@ A collective runs when it is next on its communicator on all ranks.
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 
-from lab.races.launch_order import COMPUTATION, Launch
+from lab.races.simulated_streams import COMPUTATION, Launch
 
 
 def waiting_time(launches: Sequence[Launch], duration: Callable[[Launch], float], first: int = 0) -> float:

@@ -4,34 +4,16 @@ The default suite runs the few; the complete product is marked `full`.
 """
 
 import itertools
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+from lab.acceptance.cases import covering
 
 
 def pairwise(**factors: list[Any]) -> list[dict[str, Any]]:
     """Choose a few combinations that contain every pair of values."""
     return covering(factors, 2)
-
-
-def covering(
-    factors: dict[str, list[Any]], size: int, is_possible: Callable[[dict[str, Any]], bool] = lambda _: True
-) -> list[dict[str, Any]]:
-    """Choose possible combinations that contain all pairs (`size` 2), or triples, of values that one of them contains.
-
-    Greedily: each is the one of the product that covers most of those still missing.
-    """
-    product = list(filter(is_possible, product_of(factors, *factors)))
-    bits: dict[tuple, int] = defaultdict(lambda: 1 << len(bits))  # a pair is a bit: sets of pairs are counted fast
-    covered_by = [sum(bits[values] for values in itertools.combinations(c.items(), size)) for c in product]
-    missing = (1 << len(bits)) - 1
-    chosen = []
-    while missing:
-        best = max(range(len(product)), key=lambda number: (covered_by[number] & missing).bit_count())
-        chosen.append(product[best])
-        missing &= ~covered_by[best]
-    return chosen
 
 
 def product_of(factors: dict[str, list[Any]], *names: str) -> list[dict[str, Any]]:

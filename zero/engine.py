@@ -21,12 +21,11 @@ from parallel.mesh import Axis
 from parallel.tensor.gradient_sums import set_deferred
 from parallel.tensor.split_parameters import split_dims
 from zero.buckets.bucket import Bucket
-from zero.buckets.chunked_tensor import ChunkedTensor
+from zero.buckets.chunked_tensor import ChunkedTensor, ParameterChunks
 from zero.buckets.flat import FlatContext, FlatParameters, is_absent
 from zero.buckets.gradients import GradientReducer
 from zero.buckets.guarded_parameter import ParameterGuard, changes
 from zero.buckets.hashes import GradientHashes
-from zero.buckets.parameter_chunks import ParameterChunks
 from zero.buckets.tensor_tree import cast_floating_point
 from zero.buckets.weight_codes import WeightScales
 from zero.checks import check_arguments, check_module, coded_weights, refuse_replacing

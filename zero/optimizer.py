@@ -30,19 +30,17 @@ from parallel.mesh import Axis
 from parallel.tensor.gradient_sums import GradientSums, set_deferred
 from parallel.tensor.split_parameters import split_dims
 from zero.buckets.bucket import Bucket
-from zero.buckets.parameter_chunks import ParameterChunks
-from zero.buckets.written_parameters import WrittenParameters
+from zero.buckets.chunked_tensor import ParameterChunks
 from zero.engine import ZeroDataParallel
 from zero.memory.placement import Placement
 from zero.step.assembled_updates import assembled_updates
-from zero.step.bucket_groups import BucketGroups, PublishedGathers
+from zero.step.bucket_groups import BucketGroups
 from zero.step.bucketed_optimizer import BucketedOptimizer
 from zero.step.grad_norm import GradNorm
 from zero.step.loss_scale import LossScale, SkippedSteps
-from zero.step.pieces import OwnedPieces, OwnedState, Piece, as_groups, check_class
+from zero.step.pieces import OwnedPieces, OwnedState, Piece, UnusedParameters, as_groups, check_class
 from zero.step.probe import probe_atoms
 from zero.step.state_dict import REMEDY, load_state_dict, state_dict
-from zero.step.unused import UnusedParameters
 
 Scales = dict[Placement, tuple[Tensor, ...]]  # (clip coefficient, flag of a skipped step) in each memory
 
@@ -115,11 +113,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.matrices = assembled_updates(
             self.inner, model.module, pieces, divided, model.offload, one_by_one=in_blocks
         )
-        self._unused = UnusedParameters(pieces.by_param, model.module, self.matrices, skips=skip_unused)
+        assembles = bool(self.matrices.buckets)
+        self._unused = UnusedParameters(pieces, model.module, skips=skip_unused, assembles=assembles)
         self.grad_norm = GradNorm(pieces.owned, pieces.params, axes, split, scale, in_blocks=in_blocks)
         self._sums = self._deferred_sums()
-        self._groups = BucketGroups(self.buckets, self.matrices.buckets, model.offload)
-        self._written = WrittenParameters(flats, model.offload)
+        self._groups = BucketGroups(flats, self.buckets, self.matrices.buckets, model.offload)
         self._take_calls_of_inner()
         self._check_others()
         model.reducer.users.add(self, pieces.params)
@@ -202,8 +200,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             if not self._bucketed.skips_by_itself and bool(skipped):  # the host waits for the device
                 self._bucketed.skip_round()
             else:
-                with self._publishing() as gathers:
-                    self._update_all(coefficient, skipped, gathers)
+                with self._publishing():
+                    self._update_all(coefficient, skipped)
         self.loss_scale.note(found_inf)
         if self._release():
             model.planner.after_update(axes, self.buckets, self.bytes_to_place, self.place)
@@ -275,13 +273,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
             bucket.params.wait_for_update()
         for flat in self._model.flats:
             flat.take_replaced()
-        for placement in Placement:
-            self._written.take(placement, self._groups.on(placement))
+        self._groups.take_written()
 
     def bytes_to_place(self, bucket: Bucket) -> int:
         """Return the memory that `place` would allocate on the accelerator, without the cast buffer."""
         needs_own_master = bucket.master.dtype != bucket.params.owned.dtype or bucket.params.placement is Placement.HOST
-        gradient = 0 if bucket.grads.persists else bucket.grads.group_shard.nbytes  # else a part of the full gradients
+        # Full gradients that persist have it already.
+        gradient = 0 if bucket.grads.path.persists else bucket.grads.group_shard.nbytes
         moments = self._bucketed.state_bytes(self.pieces_of(bucket))
         return moments + bucket.master.nbytes * needs_own_master + gradient
 
@@ -312,8 +310,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             return found
         for sums in set_deferred(self._model.module, True):
             summed = self._pieces.params.intersection(sums.params)
-            owned = self._pieces.owned.items()
-            found.append((sums, [(bucket, part) for bucket, own in owned for param, part in own if param in summed]))
+            owned = ((bucket, part) for bucket, parts in self._pieces.owned.items() for part in parts)
+            found.append((sums, [(bucket, part.elements) for bucket, part in owned if part.param in summed]))
         return found
 
     def _check_others(self) -> None:
@@ -339,20 +337,19 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return is_last
 
     @contextmanager
-    def _publishing(self) -> Iterator[PublishedGathers]:
+    def _publishing(self) -> Iterator[None]:
         """Let the owned pieces be written inside this context, in which the gathers of all buckets are launched."""
         # First, on the stream that has used the full buffers: freed on a side stream, their memory would return to that
         # stream's part of the allocator.
         for flat in self._pieces.flats:
             flat.reshard()
         self.take_changes()
-        gathers = PublishedGathers(self._model.offload)
-        yield gathers
+        yield
         # A backward whose forward has run before this update must raise, as in torch.
         torch.autograd.graph.increment_version(self._pieces.params)
-        self._written.restart()
+        self._groups.expect_equal()
         self._model.measure_weights()
-        gathers.finish(self._pieces.flats, overlaps=self._model.config.overlap_gather)
+        self._groups.finish_publishing(overlaps=self._model.config.overlap_gather)
 
     @torch.no_grad()
     def _set_mode(self, method: weakref.WeakMethod[Callable[[], object]], name: str) -> None:
@@ -361,14 +358,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         assert call is not None
         if all(group.get("train_mode") is (name == "train") for group in self.param_groups):
             return  # the parameters have these values already
-        with self._publishing() as gathers:
+        with self._publishing():
             self._groups.let_host_use()  # it writes what may still be copied from it
             with self._bucketed.with_pieces():
                 call()
             for bucket in self.buckets:
-                gathers.launch(bucket)
+                self._groups.publish(bucket)
 
-    def _update_all(self, coefficient: Tensor, skip: Tensor, gathers: PublishedGathers) -> None:
+    def _update_all(self, coefficient: Tensor, skip: Tensor) -> None:
         self.matrices.begin()  # before the round, which reads the counters of the groups
         self._bucketed.begin_round()
         offload = self._model.offload
@@ -379,7 +376,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for buckets in self._groups_in_order(scales, with_matrices=False):
             self._update(buckets, scales)
             for bucket in buckets:
-                gathers.launch(bucket)
+                self._groups.publish(bucket)
         self._bucketed.set_flag(skip)
         self.matrices.compute()
         for is_last in self.matrices.returned():
@@ -387,7 +384,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 for bucket in buckets:
                     self.matrices.apply(bucket)
                     if is_last:
-                        gathers.launch(bucket)
+                        self._groups.publish(bucket)
         self.matrices.end()
         self._bucketed.end_round()
 

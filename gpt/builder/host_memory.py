@@ -20,6 +20,7 @@ from parallel.host_memory import available_bytes, pinned_bytes
 from parallel.mesh import Mesh
 from parallel.torch_internals import largest_rounded_pinned_bytes
 from parallel.world import World
+from zero.activations.stores import stored_bytes
 from zero.partition.stage import Lifetime
 
 MASTER_BYTES = 4  # of an element
@@ -142,6 +143,5 @@ def _checkpoint_bytes(settings: Settings, mesh: Mesh) -> int:
     num_parts = mesh.tensor.size if settings.parallel.sequence_parallel else 1
     numel = train.micro_batch_size * model.seq_length // num_parts * model.hidden_size
     num_checkpoints = math.ceil(model.num_layers / activations.layers_per_checkpoint)
-    return (
-        num_checkpoints * math.ceil(numel / token_layout(settings.parallel, mesh).replicas.size) * train.dtype.itemsize
-    )
+    num_replicas = token_layout(settings.parallel, mesh).replicas.size
+    return stored_bytes(activations.store, num_checkpoints, numel, train.dtype.itemsize, num_replicas).host

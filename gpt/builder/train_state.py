@@ -36,7 +36,7 @@ from parallel.tensor.split_parameters import split_dims
 from parallel.tensor.token_layout import ReplicatedTokens, SplitTokens, TokenLayout
 from parallel.world import StartOptions, World
 from zero.activations.checkpointed_blocks import ActivationsConfig, check_replicas, checkpointed_blocks, recomputed
-from zero.activations.plans.module import PlanContext, PlannedBlocks
+from zero.activations.plans.module import PlannedBlocks
 from zero.buckets.leaf_blocks import check_blocks
 from zero.engine import ZeroDataParallel
 from zero.fp8.convert import convert
@@ -263,8 +263,8 @@ def plan_blocks(gpt: GPT, activations: ActivationsConfig, device: torch.device) 
     """Let the blocks of a GPT run by a plan, if the settings ask for one; call this when the blocks are complete."""
     if activations.store == "planned":
         assert activations.budget_gb is not None
-        context = PlanContext(activations.hardware, device, gpt.tokens.replicas)
-        PlannedBlocks(list(gpt.blocks), activations.budget_gb, context)
+        blocks, replicas = list(gpt.blocks), gpt.tokens.replicas
+        PlannedBlocks(blocks, activations.budget_gb, activations.hardware, device, replicas)
 
 
 def convert_blocks(gpt: GPT, train: TrainSettings, device: Device) -> None:

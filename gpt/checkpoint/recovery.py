@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,23 +12,17 @@ import torch
 
 from gpt.builder.train_state import TrainState
 from gpt.checkpoint.checkpoint import load
-from gpt.checkpoint.folder import (
-    Kept,
-    find,
-    newest,
-    remove_partial,
-    set_aside_later,
-    step_in_name,
-)
+from gpt.checkpoint.folder import Kept, find, newest, remove_partial, set_aside_later, step_in_name
 from gpt.checkpoint.layout import Progress
 from gpt.checkpoint.live_export import LiveExports
-from gpt.checkpoint.saver import RunSaver, SaveOfRanks, name_run
+from gpt.checkpoint.saver import TO_DISK, RunSaver
 from gpt.checkpoint.snapshots import Snapshots
 from gpt.run_folder.files import CHECKPOINTS, CONFIG, WEIGHTS, cut_metrics, start_run
 from gpt.run_folder.lock import RunLock
 from gpt.settings.run import CheckpointSettings
 from parallel.errors import ConfigError
 from parallel.mesh import Mesh
+from parallel.store import shared_store
 from zero.state.writer import SaveError
 
 logger = logging.getLogger(__name__)
@@ -60,14 +55,9 @@ class Recovery:
             say(f"saved {saved}")
             on_save(saved)
 
+        publication = replace(TO_DISK, on_complete=on_complete, on_chunk=on_chunk)
         self._saver = RunSaver(
-            self._folder,
-            state,
-            kept=kept,
-            is_async=config.asynchronous,
-            data=data,
-            on_complete=on_complete,
-            of_ranks=SaveOfRanks(on_chunk),
+            self._folder, state, kept=kept, is_async=config.asynchronous, data=data, publication=publication
         )
         self._snapshots = Snapshots(config, run_dir, state, data, on_chunk) if config.snapshot_every else None
         self._weights = LiveExports(state, run_dir / WEIGHTS, kept, data) if config.weights else None
@@ -96,7 +86,7 @@ class Recovery:
         # locked below: nothing is created if loading fails.
         if self._is_first and self._run_dir.exists():
             self._lock.take()
-        progress, found = Progress(run=name_run()), find(self._folder, self._config.resume)
+        progress, found = Progress(run=_new_name()), find(self._folder, self._config.resume)
         if not _all_ranks_have(self._state.mesh, str(found)):
             raise ConfigError(
                 f"rank {self._state.mesh.rank} would resume from {found}, another rank from elsewhere; put "
@@ -126,7 +116,7 @@ class Recovery:
         if found is None:
             return None
         progress = load(found, self._state, self._data, samples_before)
-        return replace(progress, run=progress.run or name_run()), found
+        return replace(progress, run=progress.run or _new_name()), found
 
     def save(self, progress: Progress) -> None:
         """Wait for the previous save, and begin to save the checkpoint of this step.
@@ -190,6 +180,11 @@ class Recovery:
             self._failure, self._saved_step = error, None
             if self._is_first:
                 logger.error("error: %s; training goes on", error)
+
+
+def _new_name() -> str:
+    """Return a random name for a run that begins, the same on all ranks."""
+    return shared_store().compare_set("run", "", secrets.token_hex(6)).decode()
 
 
 def _all_ranks_have(mesh: Mesh, text: str) -> bool:

@@ -1,40 +1,26 @@
 """Saves the checkpoints of a run to its folder, in which the newest are kept."""
 
-import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from gpt.builder.train_state import TrainState
 from gpt.checkpoint.checkpoint import rank_state
 from gpt.checkpoint.folder import LATEST, Kept, checkpoint_name, delete_old, set_aside
 from gpt.checkpoint.layout import Progress, content_of
-from parallel.store import shared_store
 from zero.state.sealed_file import replace_text
 from zero.state.writer import CheckpointWriter, Publication
 
-REMEDY = "make room or choose another run.dir (the checkpoint before it is untouched)"
-
-
-class SaveOfRanks(NamedTuple):
-    """The fields of a `Publication` that concern every rank."""
-
-    on_chunk: Callable[[], None] = lambda: None
-    on_written: Callable[[Path, bool], None] = lambda partial, is_written: None
-    hosts: Sequence[int] = (0,)
-    remedy: str = REMEDY
-    make_room: Callable[[], None] = lambda: None
-
-
-ONE_FOLDER = SaveOfRanks()
+TO_DISK = Publication("make room or choose another run.dir (the checkpoint before it is untouched)")
 
 
 class RunSaver:
     """A saver of checkpoints of `state` to `folder`, in which `kept` says how many remain.
 
-    All ranks make the same calls. `data` has the settings that determine the order of samples. In another thread,
-    `on_complete` is called on the first rank with each checkpoint, as soon as it is complete.
+    All ranks make the same calls. `data` has the settings that determine the order of samples. The names and the number
+    of checkpoints are added to `publication`.
     """
 
     def __init__(
@@ -45,24 +31,16 @@ class RunSaver:
         kept: Kept,
         is_async: bool,
         data: Mapping[str, Any] | None = None,
-        on_complete: Callable[[Path], None] = lambda checkpoint: None,
-        of_ranks: SaveOfRanks = ONE_FOLDER,
+        publication: Publication = TO_DISK,
     ):
-        self._folder, self._config, self._data, self._state = folder, state.config, data or {}, rank_state(state)
-        tidy = partial(delete_old, folder, kept)
-        publication = Publication(self._publish, tidy=tidy, on_complete=on_complete, **of_ranks._asdict())
-        self._writer = CheckpointWriter(self._state.mesh, self._state.device, publication, is_async=is_async)
+        self._folder, self._config, self._data = folder, state.config, data or {}
+        publication = replace(publication, publish=self._publish, tidy=partial(delete_old, folder, kept))
+        self._writer = CheckpointWriter(rank_state(state), publication, is_async=is_async)
 
     def start(self, progress: Progress) -> None:
-        """Begin to save. Call `wait` before the next save.
-
-        If the saver is asynchronous, this returns when the state is copied, and training may change the state.
-        Otherwise it returns when this rank's file is written.
-        """
+        """Begin to save, as `CheckpointWriter.start`."""
         final, title = self._folder / checkpoint_name(progress.step), f"of step {progress.step}"
-        layout = self._state.describe(content_of(self._config, progress, self._data))
-        key = self._writer.new_key(final)
-        self._writer.start(key, final, self._state.tensors(), layout, progress.save_name, title)
+        self._writer.start(final, content_of(self._config, progress, self._data), progress.save_name, title)
 
     def wait(self) -> Path | None:
         """Wait until the save that `start` began is complete, and return its folder, or None if there is none.
@@ -77,8 +55,3 @@ class RunSaver:
         partial.rename(final)
         # After the checkpoint has its name: `latest` never names one that is not complete.
         replace_text(self._folder / LATEST, final.name)
-
-
-def name_run() -> str:
-    """Return a random name for a run that begins, the same on all ranks."""
-    return shared_store().compare_set("run", "", secrets.token_hex(6)).decode()

@@ -14,7 +14,6 @@ import secrets
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,30 +25,19 @@ from gpt.checkpoint.checkpoint import check_run, rank_state
 from gpt.checkpoint.folder import Kept, checkpoint_name, checkpoints, delete_old, remove_partial
 from gpt.checkpoint.layout import Progress, read_run
 from gpt.checkpoint.parts import Parts
-from gpt.checkpoint.saver import RunSaver, SaveOfRanks
+from gpt.checkpoint.saver import RunSaver
 from gpt.settings.run import CheckpointSettings
 from parallel.errors import ConfigError
 from parallel.pairwise import SideMessages
 from parallel.store import Decisions
-from zero.state.layout_file import LAYOUT, verify_file
-from zero.state.saved_state import rank_file
+from zero.state.layout_file import LAYOUT, rank_file, verify_file
 from zero.state.sealed_file import verify
-from zero.state.writer import SaveError
+from zero.state.writer import Publication, SaveError
 
 logger = logging.getLogger(__name__)
 
 REMEDY = "make room in checkpoint.snapshot_dir (the snapshot before it is untouched)"
 NODE = ".node"
-
-
-@dataclass(frozen=True)
-class Found:
-    """The part of a generation that a rank has found: the seal of layout.json, and the files that it has verified."""
-
-    layout: tuple[str, int] | None = None
-    files: tuple[int, ...] = ()
-    num_files: int = 0
-    problem: str = ""
 
 
 class Snapshots:
@@ -73,8 +61,10 @@ class Snapshots:
         self._node = next(node for node in self._nodes if self._rank in node)
         self._is_host = self._node[0] == self._rank
         hosts = [node[0] for node in self._nodes]
-        of_ranks = SaveOfRanks(on_chunk, self._send_to_partner, hosts, REMEDY, self._delete_older)
-        self._saver = RunSaver(self._folder, state, kept=Kept(2), is_async=True, data=data, of_ranks=of_ranks)
+        publication = Publication(
+            REMEDY, on_chunk=on_chunk, on_written=self._send_to_partner, hosts=hosts, make_room=self._delete_older
+        )
+        self._saver = RunSaver(self._folder, state, kept=Kept(2), is_async=True, data=data, publication=publication)
         self._saving: int | None = None
 
     def save(self, progress: Progress) -> None:
@@ -117,10 +107,7 @@ class Snapshots:
         steps = self._decisions.decide([is_continued, later], _steps_of_all)
         for step in reversed(steps):
             generation = self._folder / checkpoint_name(step)
-            found = self._verify(generation)
-            holders = self._decisions.decide(
-                [found.layout, found.files, found.num_files, found.problem], _holders_of_complete
-            )
+            holders = self._decisions.decide(self._verify(generation), _holders_of_complete)
             if isinstance(holders, str):
                 if self._rank == 0:
                     logger.warning("the snapshot of step %d is not used: %s", step, holders)
@@ -136,23 +123,27 @@ class Snapshots:
             return run.progress, generation
         return None
 
-    def _verify(self, generation: Path) -> Found:
-        """Read this rank's part of the generation's files on its node."""
+    def _verify(self, generation: Path) -> dict[str, Any]:
+        """Read this rank's part of the generation's files on its node.
+
+        Return the seal of layout.json, the numbers of the files that are undamaged and of all files, and a problem.
+        """
+        found = {"layout": None, "files": [], "num_files": 0, "problem": ""}
         if not generation.exists():
-            return Found()
+            return found
         try:
-            seal, run = verify(generation / LAYOUT), read_run(generation)
+            found["layout"], run = verify(generation / LAYOUT), read_run(generation)
         except ConfigError as error:
-            return Found(problem=str(error))
-        num_files, files, problem = len(run.layout["files"]), [], ""
-        present = [number for number in range(num_files) if rank_file(generation, number).exists()]
+            return found | {"layout": None, "problem": str(error)}
+        found["num_files"] = len(run.layout["files"])
+        present = [number for number in range(found["num_files"]) if rank_file(generation, number).exists()]
         for number in present[self._node.index(self._rank) :: len(self._node)]:
             try:
                 verify_file(generation, run.layout, number, run.progress.save_name)
-                files.append(number)
+                found["files"].append(number)
             except ConfigError as error:
-                problem = str(error)
-        return Found((seal.checksum, seal.num_bytes), tuple(files), num_files, problem)
+                found["problem"] = str(error)
+        return found
 
     def _delete_older(self) -> None:
         """Make room. A crash from here on finds the generation that all nodes have."""
@@ -216,13 +207,13 @@ def _steps_of_all(found: list[tuple[bool, list[int]]]) -> list[int]:
     return sorted({step for _, steps in found for step in steps}) if is_continued else []
 
 
-def _holders_of_complete(found: list[tuple[list | None, list[int], int, str]]) -> dict[str, Any] | str:
+def _holders_of_complete(found: list[dict[str, Any]]) -> dict[str, Any] | str:
     """Return the seal of the layout.json that all files belong to, and who has them; or why there is none."""
-    reasons = [problem for *_, problem in found if problem]
-    for seal in [list(seal) for seal in dict.fromkeys(tuple(layout) for layout, *_ in found if layout)]:
-        ranks = {rank: files for rank, (layout, files, *_) in enumerate(found) if layout == seal}
-        num_files = found[next(iter(ranks))][2]
-        holders = [[rank for rank, files in ranks.items() if number in files] for number in range(num_files)]
+    reasons = [of_rank["problem"] for of_rank in found if of_rank["problem"]]
+    for seal in dict.fromkeys(tuple(of_rank["layout"]) for of_rank in found if of_rank["layout"]):
+        ranks = {rank: of_rank for rank, of_rank in enumerate(found) if of_rank["layout"] == list(seal)}
+        num_files = next(iter(ranks.values()))["num_files"]
+        holders = [[rank for rank, has in ranks.items() if number in has["files"]] for number in range(num_files)]
         if all(holders):
             return {"layout_bytes": seal[1], "layouts": list(ranks), "files": holders}
         missing = [str(number) for number, of_file in enumerate(holders) if not of_file]

@@ -5,7 +5,6 @@ python -m gpt.monitor.compare RUN RUN ... [--plot FILE]
 
 import argparse
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -16,48 +15,35 @@ from rich.table import Table
 from gpt.monitor.console import make_console, print_table
 from gpt.monitor.plot import plot_losses
 from gpt.run_folder.files import CONFIG, METRICS, read_steps
+from gpt.settings.tree import dotted
 from parallel.errors import ConfigError, exit_on_config_error
 
 Records = list[dict[str, Any]]
-Figure = Callable[[Records], float | None]
 
 
-def latest(key: str) -> Figure:
-    """Return a function that takes records and returns the last value of a metric, or None if there is none."""
-    return lambda records: next((record[key] for record in reversed(records) if key in record), None)
+def figures_of(records: Records) -> dict[str, str]:
+    """Return the figures of a run by their headings; speed, memory and traffic are per step and rank.
 
-
-def typical(key: str) -> Figure:
-    """Return a function that takes records and returns the median of a metric.
-
-    The first logged step is left out, because it includes warm-up.
+    Those of a typical step are medians without the first logged one, which includes warm-up.
     """
-    return lambda records: median(record[key] for record in records[1:] or records)
 
+    def typical(key: str) -> float:
+        return median(record[key] for record in records[1:] or records)
 
-def highest(key: str) -> Figure:
-    """Return a function that takes records and returns the maximum of a metric."""
-    return lambda records: max(record[key] for record in records)
-
-
-def in_millions(figure: Figure) -> Figure:
-    """Return a function that takes records and returns a figure of them divided by 1e6."""
-    return lambda records: None if (value := figure(records)) is None else value / 1e6
-
-
-# heading, format, figure
-COLUMNS: tuple[tuple[str, str, Figure], ...] = (
-    ("step", ",", latest("step")),
-    ("tokens, M", ",.2f", in_millions(latest("tokens"))),
-    ("loss", ".4f", latest("loss")),
-    ("validation", ".4f", latest("validation_loss")),
-    ("tokens/s", ",.0f", typical("tokens_per_second")),
-    ("TFLOPs/device", ".3g", typical("model_tflops_per_device")),
-    ("peak MB", ",.0f", in_millions(highest("peak_allocated_bytes"))),
-    ("data axis, MB", ",.2f", in_millions(typical("data_axis_bytes"))),
-    ("tensor axis, MB", ",.2f", in_millions(typical("tensor_axis_bytes"))),
-    ("skipped", ",", latest("skipped_steps")),
-)
+    last = records[-1]
+    validation = next((record["validation_loss"] for record in reversed(records) if "validation_loss" in record), None)
+    return {
+        "step": f"{last['step']:,}",
+        "tokens, M": f"{last['tokens'] / 1e6:,.2f}",
+        "loss": f"{last['loss']:.4f}",
+        "validation": "-" if validation is None else f"{validation:.4f}",
+        "tokens/s": f"{typical('tokens_per_second'):,.0f}",
+        "TFLOPs/device": f"{typical('model_tflops_per_device'):.3g}",
+        "peak MB": f"{max(record['peak_allocated_bytes'] for record in records) / 1e6:,.0f}",
+        "data axis, MB": f"{typical('data_axis_bytes') / 1e6:,.2f}",
+        "tensor axis, MB": f"{typical('tensor_axis_bytes') / 1e6:,.2f}",
+        "skipped": f"{last['skipped_steps']:,}",
+    }
 
 
 def read_runs(folders: list[Path]) -> dict[str, Records]:
@@ -79,13 +65,13 @@ def read_runs(folders: list[Path]) -> dict[str, Records]:
 
 
 def comparison_table(runs: dict[str, Records]) -> Table:
-    """Return a table with one line for each run; speed, memory and traffic are per step and rank."""
+    """Return a table with one line for each run."""
     table = Table("run", title="Runs; memory and traffic per step and rank", title_justify="left")
-    for heading, _, _ in COLUMNS:
+    rows = {name: figures_of(records) for name, records in runs.items()}
+    for heading in next(iter(rows.values())):
         table.add_column(heading, justify="right")
-    for name, records in runs.items():
-        values = [(figure(records), form) for _, form, figure in COLUMNS]
-        table.add_row(name, *("-" if value is None else format(value, form) for value, form in values))
+    for name, figures in rows.items():
+        table.add_row(name, *figures.values())
     return table
 
 
@@ -102,15 +88,9 @@ def settings_table(runs: dict[str, dict[str, Any]]) -> Table:
 def read_settings(folder: Path) -> dict[str, Any]:
     """Return {dotted name: value} of a run's settings; nothing if its config.yaml is missing or cannot be read."""
     try:
-        return _leaves(yaml.safe_load((folder / CONFIG).read_text()))
+        return dotted(yaml.safe_load((folder / CONFIG).read_text()))
     except (OSError, ValueError, yaml.YAMLError):
         return {}
-
-
-def _leaves(tree: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(tree, dict):
-        return {prefix.removesuffix("."): tree}
-    return {leaf: value for name, part in tree.items() for leaf, value in _leaves(part, f"{prefix}{name}.").items()}
 
 
 def main(arguments: list[str]) -> None:

@@ -22,7 +22,7 @@ from gpt.monitor.units import count
 from gpt.settings.settings import Settings
 from gpt.settings.training import TrainSettings
 from parallel.tensor.linear_cross_entropy import temporary_bytes
-from zero.activations.checkpointed_blocks import CheckpointedBlocks
+from zero.activations.stores import STORES, stored_bytes
 from zero.formulas import memory
 from zero.memory.placement import Placement
 from zero.state import resident
@@ -201,12 +201,13 @@ def _checkpoint_rows(state: TrainState, train: TrainSettings) -> Iterator[tuple[
     """Yield (name, bytes, remark) of the activation checkpoints of one micro-batch."""
     gpt, model, itemsize = state.model.module, state.config, train.dtype.itemsize
     assert isinstance(gpt, GPT)
-    if not isinstance(gpt.run_blocks, CheckpointedBlocks):
+    activations = state.activations
+    if activations.store not in STORES:
         return
     num_tokens = train.micro_batch_size * model.seq_length // gpt.tokens.num_parts
-    numel, num_layers = num_tokens * model.hidden_size, model.num_layers
-    stored = gpt.run_blocks.num_bytes(num_layers, numel, itemsize)
-    whole = math.ceil(num_layers / state.activations.layers_per_checkpoint) * numel * itemsize
+    numel, count = num_tokens * model.hidden_size, math.ceil(model.num_layers / activations.layers_per_checkpoint)
+    stored = stored_bytes(activations.store, count, numel, itemsize, gpt.tokens.replicas.size)
+    whole = count * numel * itemsize
     places = {"device": stored.device, "host": stored.host}
     for place, num_bytes in places.items():
         if num_bytes or place == "device":

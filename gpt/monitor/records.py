@@ -1,19 +1,27 @@
-"""The records of a run, which its first rank keeps: metrics.jsonl, their tracking, and the report at the end."""
+"""The records of a run, which its first rank keeps: metrics.jsonl, what sinks get of it, and the report at the end."""
 
 import logging
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from gpt.builder.loss_guard import SpikeDetector
 from gpt.builder.train_state import TrainState
 from gpt.monitor.console import RunConsole, summary_table
-from gpt.monitor.tracking import Tracking, open_tracking
+from gpt.monitor.sinks import Sink, SinkThread, sink_openers
 from gpt.run_folder.files import LOSS_PLOT, MetricsFile, read_steps, written_if_possible
+from gpt.settings.option_names import in_option_names
 from gpt.settings.schedule import rate_change
 from gpt.settings.settings import Settings
 
 logger = logging.getLogger(__name__)
+
+SECONDS_TO_FINISH, SECONDS_TO_ABORT = 60.0, 10.0  # after a run that has succeeded, and one that has failed
+SPIKE_FACTOR, NUM_AVERAGED = 2.0, 10  # a logged loss is a spike if it is twice the average of about ten losses
 
 
 class Records:
@@ -22,7 +30,10 @@ class Records:
     def __init__(self, settings: Settings, is_first: bool):
         self._settings, self._is_first = settings, is_first
         self.folder = Path(settings.run.dir)
-        self._metrics, self._tracking = MetricsFile(self.folder), Tracking({})
+        self._metrics = MetricsFile(self.folder)
+        self._sinks: list[SinkThread] = []
+        self._spikes = SpikeDetector(SPIKE_FACTOR, decay=1 - 1 / NUM_AVERAGED, num_warmup=NUM_AVERAGED)
+        self._summary: dict[str, Any] = {}
 
     def warn_if_rate_changed(self, num_done: int) -> None:
         """Warn if the settings give the last logged step another learning rate than it had."""
@@ -35,37 +46,50 @@ class Records:
 
     @contextmanager
     def tracked(self, num_done: int) -> Iterator[None]:
-        """Track the run inside this context; it continues after `num_done` steps, which metrics.jsonl has.
+        """Let the sinks follow the run inside this context; it continues after `num_done` steps.
 
-        A run that is finished is not tracked again.
+        A run that is finished is not followed again.
         """
-        if num_done >= self._settings.train.steps:
+        if self._is_first and num_done < self._settings.train.steps:
+            history = read_steps(self.folder)
+            openers = sink_openers(self._settings, num_done)
+            self._sinks = [SinkThread(name, open_sink, history) for name, open_sink in openers.items()]
+        try:
             yield
-            return
-        self._tracking = open_tracking(self._settings, num_done, self._is_first)
-        with self._tracking:
-            yield
+        except BaseException as error:
+            self._alert("exit", f"the run has ended: {type(error).__name__}: {in_option_names(str(error))}")
+            self._finish(exit_code=1, seconds=SECONDS_TO_ABORT)
+            raise
+        self._alert("exit", "the run has ended: all steps are done, or it was asked to stop")
+        self._finish(exit_code=0, seconds=SECONDS_TO_FINISH)
 
     def append(self, record: dict[str, Any]) -> None:
-        """Record a logged step; plot the loss if it was evaluated."""
+        """Record a logged step, with an alert if its loss is a spike; plot the loss if it was evaluated."""
         if self._is_first:
             self._metrics.append(record)
-            self._tracking.log(record)
+            self._call_sinks(lambda sink: sink.log(record))
+            if spike := self._spike(record["loss"]):
+                self._alert("spike", f"step {record['step']}: {spike}")
             if "validation_loss" in record:
                 self._plot(read_steps(self.folder))
 
     def roll_back(self, step: int) -> None:
-        """Discard what was logged after `step`."""
+        """Discard what was logged after `step`, with an alert."""
         self._metrics.roll_back(step)
-        self._tracking.roll_back(step)
+        self._call_sinks(lambda sink: sink.roll_back(step))
+        self._alert("spike", f"bad losses: the run was rolled back to step {step}")
 
     def on_save(self, checkpoint: Path) -> None:
         """Record the path of a checkpoint."""
-        self._tracking.log_checkpoint(checkpoint)
+        self._call_sinks(lambda sink: sink.log_checkpoint(checkpoint))
 
     def on_abort(self, reason: str) -> None:
-        """Record why the run is aborted; a thread calls this just before it ends the process."""
-        self._tracking.on_abort(reason)
+        """Record why the run is aborted, and finish the sinks.
+
+        A thread calls this just before it ends the process; the main thread may hang.
+        """
+        self._alert("stall", reason)
+        self._finish(exit_code=1, seconds=SECONDS_TO_ABORT)
 
     def report(self, state: TrainState, console: RunConsole) -> None:
         """Show the summary, and plot the loss of all steps, those before a resume included."""
@@ -76,7 +100,28 @@ class Records:
         console.show(summary_table(state, self._settings.train, records))
         if self._plot(records):
             console.say(f"{LOSS_PLOT} and all other files of the run are in {self.folder}")
-        self._tracking.summary = records[-1]
+        self._summary = records[-1]
+
+    def _alert(self, title: str, text: str) -> None:
+        self._call_sinks(lambda sink: sink.alert(title, text))
+
+    def _finish(self, exit_code: int, seconds: float) -> None:
+        summary = self._summary  # read now, because a thread runs the call below later
+        self._call_sinks(lambda sink: sink.finish(summary, exit_code))
+        for sink in self._sinks:
+            sink.finish(seconds)
+
+    def _call_sinks(self, call: Callable[[Sink], None]) -> None:
+        for sink in self._sinks:
+            sink.put(call)
+
+    def _spike(self, loss: float) -> str | None:
+        """Return a description of the loss if it is bad, else None."""
+        if not self._spikes.judge(torch.tensor(loss, dtype=torch.float64)):
+            return None
+        if not math.isfinite(loss):
+            return f"the loss is {loss}"
+        return f"the loss is {loss:.4g}, {loss / self._spikes.mean.item():.1f} times its mean"
 
     def _plot(self, records: list[dict[str, Any]]) -> bool:
         """Plot the loss of all steps; return whether the file could be written."""

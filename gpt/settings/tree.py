@@ -71,3 +71,10 @@ def field_texts(kind: type) -> dict[str, str]:
                 case ast.Expr(value=ast.Constant(value=str(text))):
                     texts[statement.target.id] = " ".join(text.split())
     return texts
+
+
+def dotted(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Return {dotted name: value} of the leaves of a tree of values, such as that in a file of settings."""
+    if not isinstance(tree, dict):
+        return {prefix.removesuffix("."): tree}
+    return {leaf: value for name, below in tree.items() for leaf, value in dotted(below, f"{prefix}{name}.").items()}

@@ -1,7 +1,10 @@
 """The settings that the equality program compares with one process: combinations that contain every pair of values."""
 
 import itertools
-from dataclasses import asdict, dataclass
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from zero.activations.checkpointed_blocks import StoreChoice
 from zero.memory.placement import Mode
@@ -38,13 +41,26 @@ class Case:
 
 
 def cases_for(num_ranks: int) -> list[Case]:
-    """Return a few cases that contain every pair of values that fits so many ranks, chosen greedily."""
-    factors = STAGES, SHARD_GROUPS, TENSOR_SIZES, STORES, OFFLOADS
-    product = [case for values in itertools.product(*factors) if (case := Case(*values)).fits(num_ranks)]
-    pairs = {case: set(itertools.combinations(asdict(case).items(), 2)) for case in product}
-    missing: set = set().union(*pairs.values())
-    chosen = []
+    """Return a few cases that contain every pair of values that fits so many ranks."""
+    factors: dict[str, Sequence[Any]] = {"stage": STAGES, "num_shard_groups": SHARD_GROUPS, "tensor_size": TENSOR_SIZES}
+    factors |= {"store": STORES, "offload": OFFLOADS}
+    return [Case(**values) for values in covering(factors, 2, lambda values: Case(**values).fits(num_ranks))]
+
+
+def covering(
+    factors: Mapping[str, Sequence[Any]], size: int, is_possible: Callable[[dict[str, Any]], bool] = lambda _: True
+) -> list[dict[str, Any]]:
+    """Choose possible combinations that contain all pairs (`size` 2), or triples, of values that one of them contains.
+
+    Greedily: each is the one of the product that covers most of those still missing.
+    """
+    combinations = (dict(zip(factors, values, strict=True)) for values in itertools.product(*factors.values()))
+    product = list(filter(is_possible, combinations))
+    bits: dict[tuple, int] = defaultdict(lambda: 1 << len(bits))  # a pair is a bit: sets of pairs are counted fast
+    covered_by = [sum(bits[values] for values in itertools.combinations(c.items(), size)) for c in product]
+    missing, chosen = (1 << len(bits)) - 1, []
     while missing:
-        chosen.append(max(product, key=lambda case: len(pairs[case] & missing)))
-        missing -= pairs[chosen[-1]]
+        best = max(range(len(product)), key=lambda number: (covered_by[number] & missing).bit_count())
+        chosen.append(product[best])
+        missing &= ~covered_by[best]
     return chosen

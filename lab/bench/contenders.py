@@ -21,7 +21,7 @@ from gpt.model.transformer import GPT
 from parallel.mesh import Mesh
 from zero.activations.checkpointed_blocks import ActivationsConfig, checkpointed_blocks
 from zero.activations.choice import Hardware
-from zero.activations.plans.module import PlanContext, PlannedBlocks
+from zero.activations.plans.module import PlannedBlocks
 from zero.engine import ZeroDataParallel
 from zero.memory.placement import NO_OFFLOAD, OffloadConfig
 from zero.optimizer import ZeroOptimizer
@@ -88,8 +88,8 @@ def recomputed(name: str, model: nn.Module, terms: Terms, *, stage: int) -> Cont
 def planned(name: str, model: nn.Module, terms: Terms, *, stage: int) -> Contender:
     """Build a stage that runs the blocks of a GPT by a plan of their activations."""
     assert isinstance(model, GPT), "--model=gpt has such blocks"
-    context = PlanContext(CORE, next(model.parameters()).device, terms.mesh.tensor)
-    PlannedBlocks(list(model.blocks), terms.budget_gb, context)
+    device = next(model.parameters()).device
+    PlannedBlocks(list(model.blocks), terms.budget_gb, CORE, device, terms.mesh.tensor)
     return zero(name, model, terms, stage=stage)
 
 
@@ -150,6 +150,7 @@ def deepspeed(name: str, model: nn.Module, terms: Terms, *, stage: int, offloads
     return Contender(name, engine, engine.step, backward=engine.backward)
 
 
+ON_HOST = OffloadConfig("host")
 CONTENDERS: dict[str, Callable[[str, nn.Module, Terms], Contender]] = {
     "ddp-default": partial(ddp, fused=None),
     "ddp-fused": ddp,
@@ -167,10 +168,10 @@ CONTENDERS: dict[str, Callable[[str, nn.Module, Terms], Contender]] = {
     "zero-1-recomputed": partial(recomputed, stage=1),
     "zero-2": partial(zero, stage=2),
     "zero-2-layout": partial(same_bits, stage=2),
-    "zero-2-offload": partial(zero, stage=2, offload=OffloadConfig("host")),
+    "zero-2-offload": partial(zero, stage=2, offload=ON_HOST),
     "zero-3": partial(zero, stage=3),
     "zero-3-layout": partial(same_bits, stage=3),
-    "zero-3-offload": partial(zero, stage=3, offload=OffloadConfig("host")),
+    "zero-3-offload": partial(zero, stage=3, offload=ON_HOST),
 }
 
 

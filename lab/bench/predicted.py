@@ -57,6 +57,13 @@ class Row:
     def error(self) -> float:
         return self.predicted / self.measured - 1
 
+    def cells(self) -> list[str]:
+        predicted, measured, cpu = (
+            f"{1e3 * seconds:.0f}" for seconds in (self.predicted, self.measured, self.cpu_seconds)
+        )
+        quartiles = f"{1e3 * self.low:.0f} to {1e3 * self.high:.0f}"
+        return [self.name, predicted, measured, quartiles, f"{self.error:+.0%}", cpu]
+
 
 def settings_of(name: str, *options: str) -> Settings:
     return parse_settings([*f"{FOUND['model']} {CONFIGURATIONS[name]}".split(), *options])
@@ -68,11 +75,9 @@ def prepare(name: str, world: World) -> Callable[[], object]:
     mesh = build_mesh(settings, world)
     state = build(settings, mesh, world.device)
     generator = torch.Generator().manual_seed(mesh.data.rank)
-    shape = settings.train.micro_batch_size, settings.model.seq_length + 1
-    batches = [
-        torch.randint(settings.model.vocab_size, shape, generator=generator)
-        for _ in range(settings.train.num_micro_batches(mesh.num_batch_ranks))
-    ]
+    num_micro_batches = settings.train.num_micro_batches(mesh.num_batch_ranks)
+    shape = num_micro_batches, settings.train.micro_batch_size, settings.model.seq_length + 1
+    batches = list(torch.randint(settings.model.vocab_size, shape, generator=generator))
     return lambda: train_step(state.model, state.optimizer, batches, mesh)
 
 
@@ -96,10 +101,13 @@ def measure_steps(num_rounds: int, output: Path) -> None:
     stop_world()
 
 
-def predict(name: str, cluster: Path) -> float:
-    """Return the seconds of a step that a dry run and the cluster file project."""
+def row_of(name: str, measured: list[tuple[float, float]], cluster: Path) -> Row:
+    """Return the row of a configuration, with the seconds that a dry run and the cluster file project."""
     imitated = f"--dry_run.world_size={NUM_RANKS}", "--dry_run.backend=gloo", f"--dry_run.cluster={cluster}"
-    return project_recording(dry_run(settings_of(name, *imitated)), ClusterSpec.load(cluster)).seconds
+    predicted = project_recording(dry_run(settings_of(name, *imitated)), ClusterSpec.load(cluster)).seconds
+    seconds, cpu = zip(*measured, strict=True)
+    low, median, high = statistics.quantiles(seconds, n=4, method="inclusive")
+    return Row(name, predicted, median, low, high, statistics.median(cpu))
 
 
 def launch(*words: str) -> None:
@@ -112,18 +120,11 @@ def launch(*words: str) -> None:
 
 def page(rows: list[Row], num_rounds: int, load: float) -> str:
     errors, model = [abs(row.error) for row in rows], settings_of("stage 0").model
-    cells = [[f"{1e3 * seconds:.0f}" for seconds in (row.predicted, row.measured, row.cpu_seconds)] for row in rows]
-    quartiles = [f"{1e3 * row.low:.0f} to {1e3 * row.high:.0f}" for row in rows]
+    headings = "configuration", "predicted", "measured", "quartiles", "error", "processor time"
     lines = [
         f"Of {len(rows)} configurations, the median error is {statistics.median(errors):.0%}, the largest "
         f"{max(errors):.0%}. All times are milliseconds of a step, *measured* is the median of {num_rounds} rounds:\n",
-        *table(
-            ["configuration", "predicted", "measured", "quartiles", "error", "processor time"],
-            (
-                [row.name, predicted, measured, between, f"{row.error:+.0%}", cpu]
-                for row, (predicted, measured, cpu), between in zip(rows, cells, quartiles, strict=True)
-            ),
-        ),
+        *table(headings, (row.cells() for row in rows)),
         f"\nMeasured on {date.today()}: {os.cpu_count()} CPU cores, torch {torch.__version__}, gloo over loopback, "
         f"{NUM_RANKS} ranks of one thread, load {load:.1f}\nat the start. GPT with {model.num_layers} layers x "
         f"{model.hidden_size}, vocabulary {model.vocab_size}, sequence {model.seq_length}, AdamW; fp32 unless stated.",
@@ -144,11 +145,7 @@ def main() -> None:
     load, cluster, times = os.getloadavg()[0], FOLDER / "cluster.yaml", FOLDER / "times.json"
     launch("lab.measure", "--write", str(cluster), "--name", "this machine")
     launch("lab.bench.predicted", "--rounds", str(options.rounds), "--as_rank", str(times))
-    rows = []
-    for name, measured in json.loads(times.read_text()).items():
-        seconds, cpu = zip(*measured, strict=True)
-        low, median, high = statistics.quantiles(seconds, n=4, method="inclusive")
-        rows.append(Row(name, predict(name, cluster), median, low, high, statistics.median(cpu)))
+    rows = [row_of(name, measured, cluster) for name, measured in json.loads(times.read_text()).items()]
     text = page(rows, options.rounds, load)
     options.output.write_text(text)
     print(text)

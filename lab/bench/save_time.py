@@ -88,34 +88,34 @@ class Bench:
 
     def round(self) -> dict[str, float]:
         self.step += 1
-        progress, found = Progress(self.step), {}
-        plain_file = self.folder / f"plain-{self.state.mesh.rank}"
-        found["copy to memory"] = self.seconds(lambda: self.plain_copies.take(self.tensors))
-        found["write to disk"] = self.seconds(lambda: plain_write(plain_file, self.tensors))
+        progress, mesh = Progress(self.step), self.state.mesh
         waiting, asynchronous = self.savers.values()
-        found["save, waiting"] = self.seconds(lambda: save(waiting, progress))
-        stall = self.seconds(lambda: asynchronous.start(progress))
-        found["save, asynchronous: stall"] = stall
-        found["save, asynchronous: until complete"] = stall + self.seconds(asynchronous.wait)
-        found["snapshot: stall"] = self.seconds(lambda: self.snapshots.save(progress))
-        found["step while a snapshot is written"] = self.seconds(lambda: train_step(self.state))
+        plain_file, of_dcp = self.folder / f"plain-{mesh.rank}", self.folder / f"dcp-{self.step}"
+        found = {
+            "copy to memory": self.seconds(lambda: self.plain_copies.take(self.tensors)),
+            "write to disk": self.seconds(lambda: plain_write(plain_file, self.tensors)),
+            "save, waiting": self.seconds(lambda: save(waiting, progress)),
+            "save, asynchronous: stall": (stall := self.seconds(lambda: asynchronous.start(progress))),
+            "save, asynchronous: until complete": stall + self.seconds(asynchronous.wait),
+            "snapshot: stall": self.seconds(lambda: self.snapshots.save(progress)),
+            "step while a snapshot is written": self.seconds(lambda: train_step(self.state)),
+        }
         self.snapshots.settle()
         found["step"] = self.seconds(lambda: train_step(self.state))
         futures: list[Any] = []
-        of_dcp = self.folder / f"dcp-{self.step}"
         stall = self.seconds(lambda: futures.append(dcp.async_save(self.shared, checkpoint_id=of_dcp)))
         found["DCP's async_save: stall"] = stall
         start = time.perf_counter()  # without a barrier, which would wait for DCP's own collectives
         futures[0].result()
         found["DCP's async_save: until complete"] = stall + time.perf_counter() - start
-        self.state.mesh.barrier()
-        if self.state.mesh.rank == 0:
+        mesh.barrier()
+        if mesh.rank == 0:
             shutil.rmtree(of_dcp)
         return found
 
 
 def peak_growth(action: Callable[[], object], above_what_stays: bool = True) -> int:
-    """Return the bytes by which resident memory during an action exceeds the larger of its values before and after.
+    """Return the bytes by which resident memory during an action exceeds its value before, or that after if larger.
 
     If not `above_what_stays`, only the value before the action counts.
     """

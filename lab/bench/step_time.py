@@ -14,25 +14,21 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
 
 import torch
 import torch.distributed as dist
+import yaml
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gpt.model.transformer import GPT, initialize
-from gpt.settings.tree import field_texts
 from gpt.shape.config import ModelConfig
 from lab.bench.contenders import CONTENDERS, Contender, Terms
 from lab.bench.save_time import process_memory
 from lab.measure.bandwidth import synchronize
-from parallel.config_files import parse_yaml
-from parallel.errors import exit_on_config_error
-from parallel.fields import Range, alternatives, convert, field_types, is_text
 from parallel.mesh import Axis, Mesh
 from parallel.tensor.token_layout import ReplicatedTokens
 from parallel.world import World, start_world, stop_world
@@ -44,7 +40,7 @@ NUM_COMPARED_LOSSES = 16  # after that AdamW amplifies rounding errors without b
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}  # under bf16 only ours have master weights: their loss falls faster
 BASELINES = {"ddp-default", "ddp-fused"}
 NAMED = "deepspeed", "offload", "muon", "layout", "planned", "recomputed"
-OPTIONAL = {name for name in CONTENDERS if any(part in name for part in NAMED)}
+BY_DEFAULT = [name for name in CONTENDERS if not any(part in name for part in NAMED)]
 NUM_BATCHES = 8
 # Options of glibc's mallopt, and the largest threshold that glibc itself chooses, as for a program that frees
 # megabytes.
@@ -52,47 +48,35 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 LARGEST_MMAP_THRESHOLD = 2**25
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The settings of one comparison."""
-
-    model: Literal["transformers", "gpt"] = "transformers"
-    """transformers: GPT2LMHeadModel; gpt: this project's own."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """Data type of parameters, gradients and activations."""
-    contenders: list[str] = field(default_factory=lambda: [name for name in CONTENDERS if name not in OPTIONAL])
-    """Contenders to compare. The baseline is the faster one of ddp-default and ddp-fused, or the first contender if
-    neither is named. Offloads, Muon, layouts, plans, recomputation, and the stages of DeepSpeed (which
-    must be installed) run only if they are named."""
-    rounds: Annotated[int, Range(2)] = 40
-    """Measured rounds; quartiles need two."""
-    steps: int = 2
-    """Steps of each contender in a round."""
-    warmup: int = 3
-    """Steps of each contender before the first round, after the two that allocate."""
-    bucket_numel: int | None = 2**25
-    """zero.bucket_numel of our stages."""
-    defragment: bool | None = None
-    """zero.defragment of our stages 2 and 3. With false, the default of stage 3, gradients are freed after the update,
-    as by fsdp2."""
-    overlap_gather: bool = False
-    """zero.overlap_gather of our stages 0 to 2."""
-    compile: Literal["none", "blocks"] = "none"
-    """blocks: torch.compile of every transformer block, for all contenders alike, before the model is wrapped."""
-    budget_gb: Annotated[float, Range(above=0)] = 1e6
-    """activations.budget_gb of zero-1-planned; by default it keeps everything."""
-    micro_batch_size: int = 4
-    """Sequences of a rank in a step."""
-    layers: int = 8
-    """Transformer blocks."""
-    hidden: int = 384
-    """Width of the model; a head has a width of 64."""
-    vocab: int = 8192
-    """Rows of the token embedding."""
-    seq: int = 256
-    """Tokens a sequence."""
-    json: str | None = None
-    """File for all measured numbers."""
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--model", choices=["transformers", "gpt"], default="transformers", help="GPT2LMHeadModel, or this project's")
+    add("--precision", choices=[*DTYPES], default="fp32", help="type of parameters, gradients and activations")
+    text = "a list; the baseline is the faster one of ddp-default and ddp-fused, or the first: " + ", ".join(CONTENDERS)
+    add("--contenders", type=yaml.safe_load, default=BY_DEFAULT, help=text)
+    add("--rounds", type=int, default=40, help="measured rounds; quartiles need two")
+    add("--steps", type=int, default=2, help="steps of each contender in a round")
+    add("--warmup", type=int, default=3, help="steps before the first round, after the two that allocate")
+    add("--bucket_numel", type=yaml.safe_load, default=2**25, help="zero.bucket_numel of our stages")
+    text = "zero.defragment of our stages 2 and 3; false frees gradients after the update, as fsdp2 does"
+    add("--defragment", type=yaml.safe_load, help=text)
+    add("--overlap_gather", type=yaml.safe_load, default=False, help="zero.overlap_gather of our stages 0 to 2")
+    text = "blocks: torch.compile of every transformer block, for all contenders alike"
+    add("--compile", choices=["none", "blocks"], default="none", help=text)
+    add("--budget_gb", type=float, default=1e6, help="activations.budget_gb of zero-1-planned")
+    add("--micro_batch_size", type=int, default=4, help="sequences of a rank in a step")
+    add("--layers", type=int, default=8)
+    add("--hidden", type=int, default=384, help="width of the model; a head has a width of 64")
+    add("--vocab", type=int, default=8192)
+    add("--seq", type=int, default=256, help="tokens of a sequence")
+    add("--json", help="file for all measured numbers")
+    options = parser.parse_args()
+    if unknown := set(options.contenders) - CONTENDERS.keys():
+        parser.error(f"--contenders: {', '.join(unknown)} is unknown; choose from {', '.join(CONTENDERS)}")
+    if options.rounds < 2:
+        parser.error(f"--rounds={options.rounds} has no quartiles; choose 2 or more")
+    return options
 
 
 class LossOfLogits(nn.Module):
@@ -109,11 +93,11 @@ class LossOfLogits(nn.Module):
 
 @dataclass(frozen=True)
 class Block:
-    """The measurement of a few steps of one contender in one round."""
+    """The measurement of a few steps of one contender in one round, for each step."""
 
-    seconds_per_step: float
-    cpu_seconds_per_step: float  # of all threads of this rank; other work on the machine hardly changes it
-    wire_bytes_per_step: float  # sent over loopback, per rank; NaN if ranks use another network
+    seconds: float
+    cpu_seconds: float  # of all threads of this rank; other work on the machine hardly changes it
+    wire_bytes: float  # sent over loopback, per rank; NaN if ranks use another network
 
 
 @dataclass(frozen=True)
@@ -130,57 +114,54 @@ class Row:
     loss_difference: float | None  # None: of another optimizer
 
 
-def build_model(settings: Settings, device: torch.device) -> nn.Module:
+def build_model(options: argparse.Namespace, device: torch.device) -> nn.Module:
     """Build the model without dropout, with the same values on every rank and in every run."""
-    heads = settings.hidden // 64
+    heads = options.hidden // 64
     torch.manual_seed(0)
     model: nn.Module
-    if settings.model == "gpt":
-        config = ModelConfig(settings.layers, settings.hidden, heads, settings.seq, settings.vocab, dropout=0.0)
+    if options.model == "gpt":
+        config = ModelConfig(options.layers, options.hidden, heads, options.seq, options.vocab, dropout=0.0)
         model = GPT(config, ReplicatedTokens(Axis.trivial("tensor")))
         initialize(model, seed=0)
     else:
         import transformers  # takes long
 
-        sizes = {"n_layer": settings.layers, "n_embd": settings.hidden, "n_head": heads, "vocab_size": settings.vocab}
+        sizes = {"n_layer": options.layers, "n_embd": options.hidden, "n_head": heads, "vocab_size": options.vocab}
         without = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0) | {"bos_token_id": None}
-        config = transformers.GPT2Config(n_positions=settings.seq, eos_token_id=None, **sizes, **without)
+        config = transformers.GPT2Config(n_positions=options.seq, eos_token_id=None, **sizes, **without)
         model = LossOfLogits(transformers.GPT2LMHeadModel(config))
-    return model.to(device, DTYPES[settings.precision])
+    return model.to(device, DTYPES[options.precision])
 
 
-def make_batches(settings: Settings, world: World) -> Tensor:
+def make_batches(options: argparse.Namespace, world: World) -> Tensor:
     """Return NUM_BATCHES batches of random tokens, low ids more often, different on every rank."""
     generator = torch.Generator().manual_seed(1 + world.rank)
-    shape = NUM_BATCHES, settings.micro_batch_size, settings.seq + 1
-    return (settings.vocab * torch.rand(shape, generator=generator) ** 8).long().to(world.device)
+    shape = NUM_BATCHES, options.micro_batch_size, options.seq + 1
+    return (options.vocab * torch.rand(shape, generator=generator) ** 8).long().to(world.device)
 
 
-def build_contenders(settings: Settings, world: World, mesh: Mesh, batches: Tensor) -> list[Contender]:
+def build_contenders(options: argparse.Namespace, world: World, mesh: Mesh, batches: Tensor) -> list[Contender]:
     """Build and warm up the contenders one after the other. The memory of each is its peak above the memory in use."""
-    config = ZeroConfig(
-        bucket_numel=settings.bucket_numel,
-        defragment=settings.defragment,
-        overlap_gather=settings.overlap_gather,
-    )
-    terms = Terms(mesh, config, settings.budget_gb)
+    names = "bucket_numel", "defragment", "overlap_gather"
+    config = ZeroConfig(**{name: getattr(options, name) for name in names})
+    terms = Terms(mesh, config, options.budget_gb)
     # Before the first allocation: memory that malloc has once put on its heap is rarely returned to the system.
     return_freed_memory(at_least_bytes=2**16)
-    template = build_model(settings, world.device)
+    template = build_model(options, world.device)
     # Allocates workspaces that are never freed, and must count for no contender.
     template(batches[0, :, :-1], batches[0, :, 1:]).backward()
     template.zero_grad()
     contenders = []
-    for name in settings.contenders:
+    for name in options.contenders:
         return_freed_memory(at_least_bytes=2**16)
         before = reset_peak_memory(world.device)
         model = copy.deepcopy(template)
-        if settings.compile == "blocks":
+        if options.compile == "blocks":
             compile_blocks(model)
         contender = CONTENDERS[name](name, model, terms)
         train_steps(contender, batches, 2)
         reset_peak_memory(world.device)  # the peak of building is not that of a step
-        train_steps(contender, batches, settings.warmup)
+        train_steps(contender, batches, options.warmup)
         contender.memory_bytes = peak_memory_bytes(world.device) - before
         return_freed_memory(at_least_bytes=LARGEST_MMAP_THRESHOLD)
         contenders.append(contender)
@@ -206,13 +187,9 @@ def measure_block(contender: Contender, batches: Tensor, num_steps: int, world: 
     dist.barrier()
     sent = loopback_bytes_sent()
     seconds, cpu_seconds = timed(lambda: train_steps(contender, batches, num_steps), world.device)
-    sent = loopback_bytes_sent() - sent
     is_wire = world.device.type == "cpu" and world.size == world.local_size
-    return Block(
-        seconds / num_steps,
-        cpu_seconds / num_steps,
-        sent / num_steps / world.size if is_wire else math.nan,
-    )
+    sent_by_rank = (loopback_bytes_sent() - sent) / world.size if is_wire else math.nan
+    return Block(seconds / num_steps, cpu_seconds / num_steps, sent_by_rank / num_steps)
 
 
 def timed(action: Callable[[], object], device: torch.device) -> tuple[float, float]:
@@ -261,36 +238,35 @@ def peak_memory_bytes(device: torch.device) -> int:
     return process_memory("VmHWM")
 
 
-def compare(contenders: list[Contender], settings: Settings, world: World, batches: Tensor) -> list[Row]:
+def compare(contenders: list[Contender], options: argparse.Namespace, world: World, batches: Tensor) -> list[Row]:
     """Measure all rounds and return one row a contender. Ratios are to the faster DDP, round by round."""
     blocks: dict[str, list[Block]] = {contender.name: [] for contender in contenders}
-    for number in range(settings.rounds):
+    for number in range(options.rounds):
         turn = number % len(contenders)
         for contender in contenders[turn:] + contenders[:turn]:
-            blocks[contender.name].append(measure_block(contender, batches, settings.steps, world))
-    seconds = {name: [block.seconds_per_step for block in blocks[name]] for name in blocks}
-    cpu_seconds = {name: [block.cpu_seconds_per_step for block in blocks[name]] for name in blocks}
+            blocks[contender.name].append(measure_block(contender, batches, options.steps, world))
+    seconds = {name: [block.seconds for block in found] for name, found in blocks.items()}
+    cpu_seconds = {name: [block.cpu_seconds for block in found] for name, found in blocks.items()}
     candidates = BASELINES & seconds.keys() or {contenders[0].name}
     baseline = min(candidates, key=lambda name: statistics.median(seconds[name]))
     losses = {contender.name: mean_over_ranks(contender.losses) for contender in contenders}
-    parameters = contenders[0].model.parameters()
-    parameter_bytes = sum(param.numel() * param.element_size() for param in parameters)
+    parameter_bytes = sum(param.nbytes for param in contenders[0].model.parameters())
     return [
         Row(
-            contender.name,
-            contender.name == baseline,
-            1000 * statistics.median(seconds[contender.name]),
-            ratios(seconds[contender.name], seconds[baseline]),
-            ratios(cpu_seconds[contender.name], cpu_seconds[baseline]),
-            statistics.median(block.wire_bytes_per_step for block in blocks[contender.name]) / parameter_bytes,
-            contender.memory_bytes / 2**20,
-            (losses[contender.name] - losses[baseline]).abs().max().item() if contender.has_adamw else None,
+            one.name,
+            one.name == baseline,
+            1000 * statistics.median(seconds[one.name]),
+            ratios(seconds[one.name], seconds[baseline]),
+            ratios(cpu_seconds[one.name], cpu_seconds[baseline]),
+            statistics.median(block.wire_bytes for block in blocks[one.name]) / parameter_bytes,
+            one.memory_bytes / 2**20,
+            (losses[one.name] - losses[baseline]).abs().max().item() if one.has_adamw else None,
         )
-        for contender in contenders
+        for one in contenders
     ]
 
 
-def ratios(values: list[float], baseline: list[float]) -> list[float]:
+def ratios(values: Sequence[float], baseline: Sequence[float]) -> list[float]:
     return [value / base for value, base in zip(values, baseline, strict=True)]
 
 
@@ -317,45 +293,26 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def parse_options() -> Settings:
-    """Return the settings that the command line gives. Raise SystemExit if one does not suit its field."""
-    parser = argparse.ArgumentParser(description=Settings.__doc__)
-    for name, text in field_texts(Settings).items():
-        parser.add_argument(f"--{name}", default=argparse.SUPPRESS, help=text)
-    with exit_on_config_error():
-        return Settings(**{name: _value(name, text) for name, text in vars(parser.parse_args()).items()})
-
-
-def _value(name: str, text: str) -> Any:
-    hint = field_types(Settings)[name]
-    return convert(name, hint, text if any(map(is_text, alternatives(hint))) else parse_yaml(text, name))
-
-
 def main() -> None:
-    settings = parse_options()
+    options = parse_options()
     world = start_world()
     if world.size == 1:  # DDP needs a process group even then
-        dist.init_process_group(
-            "nccl" if world.device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
-        )
-    batches = make_batches(settings, world)
-    contenders = build_contenders(settings, world, Mesh.create(1, world.device.type), batches)
-    rows = compare(contenders, settings, world, batches)
+        backend = "nccl" if world.device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    batches = make_batches(options, world)
+    contenders = build_contenders(options, world, Mesh.create(1, world.device.type), batches)
+    rows = compare(contenders, options, world, batches)
     if world.is_first:
-        report(rows, settings, world)
+        print(f"{world.size} ranks on {world.device.type}, torch {torch.__version__}, load {os.getloadavg()[0]:.1f}")
+        print(table(rows))
+        if options.json:
+            result = {"settings": vars(options) | {"json": None}, "rows": [asdict(row) for row in rows]}
+            Path(options.json).write_text(json.dumps(result, indent=1))
     stop_world()
-    tolerance = LOSS_TOLERANCE[settings.precision]
+    tolerance = LOSS_TOLERANCE[options.precision]
     differences = (row.loss_difference for row in rows if row.loss_difference is not None)
     if not all(difference <= tolerance for difference in differences):  # NaN is a difference too
         raise SystemExit(f"losses differ by more than {tolerance}")
-
-
-def report(rows: list[Row], settings: Settings, world: World) -> None:
-    print(f"{world.size} ranks on {world.device.type}, torch {torch.__version__}, load {os.getloadavg()[0]:.1f}")
-    print(table(rows))
-    if settings.json:
-        result = {"settings": {**asdict(settings), "json": None}, "rows": [asdict(row) for row in rows]}
-        Path(settings.json).write_text(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":

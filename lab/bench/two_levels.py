@@ -52,18 +52,10 @@ class Chain(nn.Module):
         return x.float().mean()
 
 
-def measure(
-    nodes: list[Node],
-    num_steps: int,
-    micro_batches: Sequence[int] = MICRO_BATCHES,
-    limits: Sequence[float] = (),
-    *,
-    in_sequence: bool = False,
-) -> list[dict]:
+def measure(nodes: list[Node], *options: str) -> list[dict]:
     """Return a row for each limit of the link, none first, each layout and each number of micro-batches."""
-    own = ["--steps", num_steps, "--micro_batches", *micro_batches, "--limits", *limits]
-    own += ["--nodes", json.dumps([asdict(node) for node in nodes]), *["--in_sequence"] * in_sequence]
-    return json.loads(launch_on(nodes, RANKS_OF_A_NODE, __spec__.name, *map(str, own)))
+    named = json.dumps([asdict(node) for node in nodes])
+    return json.loads(launch_on(nodes, RANKS_OF_A_NODE, __spec__.name, *options, "--nodes", named))
 
 
 def measure_rank(options: argparse.Namespace) -> None:
@@ -172,7 +164,7 @@ def main() -> None:
     if reason := testbed_problem():
         sys.exit(f"skipped: {reason}")
     with joined_nodes() as nodes:
-        rows = measure(nodes, options.steps, options.micro_batches, options.limits, in_sequence=options.in_sequence)
+        rows = measure(nodes, *sys.argv[1:])
     options.output.write_text(json.dumps(rows, indent=1) + "\n")
     if options.plot:
         plot_lost(rows, options.plot)

@@ -38,7 +38,7 @@ def right_aligned(*headings: str) -> list[Column]:
 
 
 def profile_table(rows: list[dict[str, Any]]) -> Table:
-    headings = "axis\n(ranks)", "operation", "phase", "count", "message,\nMB", "posi-\ntion", "block-\ning"
+    headings = "axis\n(ranks)", "operation", "phase", "count", "message,\nMB", "sent,\nMB", "posi-\ntion", "block-\ning"
     table = Table(*headings, title="Collectives of a step, in the order of their first launch", title_justify="left")
     for row in rows:
         sizes = [int(size) / 1e6 for size in row["message_bytes"]]
@@ -48,6 +48,7 @@ def profile_table(rows: list[dict[str, Any]]) -> Table:
             row["phase"],
             str(row["count"]),
             "-".join(f"{size:,.{int(size < 100)}f}" for size in dict.fromkeys((sizes[0], sizes[-1]))),
+            f"{row['wire_bytes'] / 1e6:,.4f}",
             f"{row['first_position'] * 100:.0f}-{row['last_position']:.0%}",
             f"{row['blocking'] / row['count']:.0%}",
         )

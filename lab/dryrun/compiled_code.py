@@ -57,8 +57,9 @@ def loss_region(config: ModelConfig, softmax: Softmax, num_rows: int, dtype: tor
 
     def build(is_eager: bool) -> tuple[Callable[..., Any], list[Tensor]]:
         logits = torch.empty(num_rows, config.padded_vocab_size, dtype=dtype)[:, : config.vocab_size]
-        whole = partial(log_sums_to_gradients_, cap=softmax.cap, z_loss=softmax.z_loss)
-        return softmax.log_sums_to_gradients_ if is_eager else whole, [logits, torch.empty(num_rows)]
+        by_rows = partial(softmax.run, log_sums_to_gradients_)
+        whole = partial(log_sums_to_gradients_, softmax)
+        return by_rows if is_eager else whole, [logits, torch.empty(num_rows)]
 
     return compiled_region(partial(build, False), partial(build, True))
 

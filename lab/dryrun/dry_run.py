@@ -72,16 +72,11 @@ def dry_run(settings: Settings) -> Recording:
         settings = replace(settings, activations=replace(settings.activations, hardware=hardware))
     local_size = min(chosen.world_size, cluster.gpus_per_node) if cluster else chosen.world_size
     with imitated_world(chosen.rank, chosen.world_size, local_size, chosen.backend) as world:
-        recording = record_step(settings, world, QuickFakeTensorMode(), _num_steps_before(settings))
+        # Steps are alike after the first one, which allocates states and buffers, or after those whose memory
+        # offload.mode=auto measures and the one that moves states to where they stay.
+        num_steps_before = NUM_RECORDED + 1 if settings.offload.mode == "auto" else 1
+        recording = record_step(settings, world, QuickFakeTensorMode(), num_steps_before)
     return recording.with_kernels(*with_compiled_code(recording.kernels, settings, recording.state.activations))
-
-
-def _num_steps_before(settings: Settings) -> int:
-    """Return the number of steps after which all steps are alike: the first one allocates states and buffers.
-
-    With offload.mode=auto, states only move to where they stay after the steps whose memory is measured.
-    """
-    return NUM_RECORDED + 1 if settings.offload.mode == "auto" else 1
 
 
 def record_step(
@@ -96,13 +91,15 @@ def record_step(
     with tensor_mode, MemoryTracker(world.device) as tracker, _streams(settings, world):
         state = build(settings, mesh, world.device)
         building_peak_bytes = tracker.device.peak_total
-        micro_batches = _micro_batches(settings, mesh.num_batch_ranks)
+        masks_documents = settings.data.mask_documents
+        num_batch_ranks, seq_length = mesh.num_batch_ranks, settings.model.seq_length
+        micro_batches = blank_micro_batches(settings.train, seq_length, num_batch_ranks, masks_documents)
         # Before the collector is switched off: garbage of the builder would count as resident memory.
         gc.collect()
         with no_garbage_collection():
             for _ in range(num_steps_before):
                 with mesh.log.keeping_events(lambda: 0) as events_before:
-                    few = micro_batches[: num_alike(settings, mesh.num_batch_ranks)]
+                    few = micro_batches[: num_alike(settings, num_batch_ranks)]
                     train_step(state.model, state.optimizer, few, mesh, leaves=state.leaves)
             late_before = [event for event in events_before if event.awaited is None]
             # After the first steps, which allocate optimizer states and buffers: only what follows is recorded.
@@ -120,16 +117,12 @@ def record_step(
         for event, before in zip(late, late_before, strict=True):
             event.awaited, event.completed = before.awaited, before.completed
         usage = {DEVICE: tracker.device, HOST: tracker.host}
-        return Recording(
-            state,
-            {name: dict(+used.resident) for name, used in usage.items()},
-            {name: dict(+used.peak) for name, used in usage.items()},
-            {name: dict(+used.num_allocations) for name, used in usage.items()},
-            building_peak_bytes,
-            events,
-            kernel_log.kernels,
-            memory,
+        resident, peak, num_allocations = (
+            {name: dict(+getattr(used, field)) for name, used in usage.items()}
+            for field in ("resident", "peak", "num_allocations")
         )
+        kernels = kernel_log.kernels
+        return Recording(state, resident, peak, num_allocations, building_peak_bytes, events, kernels, memory)
 
 
 def num_alike(settings: Settings, num_batch_ranks: int) -> int:
@@ -157,12 +150,6 @@ def no_garbage_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def _micro_batches(settings: Settings, num_batch_ranks: int) -> list[MicroBatch]:
-    return blank_micro_batches(
-        settings.train, settings.model.seq_length, num_batch_ranks, masks_documents=settings.data.mask_documents
-    )
 
 
 def blank_micro_batches(

@@ -50,11 +50,10 @@ def highest_moments(recording: Recording) -> list[tuple[int, Counter[TensorKind]
     """Return (kernels launched, bytes by kind) at the highest total of each of about NUM_MOMENTS equal intervals."""
     width = max(1, -(-(len(recording.kernels) + 1) // NUM_MOMENTS))
     moments: dict[int, tuple[int, Counter[TensorKind]]] = {}
-    highest: dict[int, int] = {}
     for position, state in recording.memory.states():
-        total, interval = state.total(), position // width
-        if total > highest.get(interval, -1):
-            highest[interval], moments[interval] = total, (position, state.copy())
+        interval = position // width
+        if interval not in moments or state.total() > moments[interval][1].total():
+            moments[interval] = position, state.copy()
     return [*(moments[interval] for interval in sorted(moments)), (len(recording.kernels), state)]
 
 
@@ -63,15 +62,11 @@ def kernel_starts(recording: Recording, timeline: Timeline) -> list[float]:
 
     A copy, and an update on the host, is given the time at which the computation goes on.
     """
-    computing = iter(task.start for task in timeline.tasks if task.lane == "compute")
-    starts: list[float] = []
-    waiting = 0
-    for kernel in recording.kernels:
-        waiting += 1
-        if not (kernel.is_transfer or kernel.is_on_host):
-            starts += [next(computing)] * waiting
-            waiting = 0
-    return [*starts, *[timeline.seconds] * (waiting + 1)]
+    computing = [task.start for task in timeline.tasks if task.lane == "compute"]
+    starts = [timeline.seconds]
+    for kernel in reversed(recording.kernels):
+        starts.append(starts[-1] if kernel.is_transfer or kernel.is_on_host else computing.pop())
+    return starts[::-1]
 
 
 def plot_lanes(timeline: Timeline, path: Path) -> None:

@@ -1,8 +1,7 @@
 """The report of a dry run: RUN/report.json for programs, and tables for people."""
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from gpt.settings.settings import Settings
 from gpt.shape.flops import hardware_flops, model_flops
 from lab.dryrun.collectives import REPORT, profile_table, right_aligned
 from lab.dryrun.dry_run import DEVICE, HOST, Recording, dry_run, no_garbage_collection
+from lab.dryrun.plots import plot_lanes, plot_memory
 from lab.dryrun.projection import Timeline, project_recording
 from lab.dryrun.run_cost import RunCost
 from lab.measure.cluster import ClusterSpec
@@ -27,8 +27,8 @@ from parallel.memory_kinds import TensorKind
 from zero.optimizers.owned_matrices import OwnedMatrices
 
 
-def run_and_report(settings: Settings, console: RunConsole) -> dict[str, Any]:
-    """Run the dry run of `settings`, print its report, write it with its plots, and return it.
+def run_and_report(settings: Settings, console: RunConsole) -> None:
+    """Run the dry run of `settings`, print its report, and write it with its plots.
 
     Raise ConfigError if the settings do not suit the imitated world, or the report cannot be written.
     """
@@ -56,31 +56,21 @@ def run_and_report(settings: Settings, console: RunConsole) -> dict[str, Any]:
             cost = RunCost.of(settings, timeline.seconds + audits, num_ranks, timeline.cluster)
             report["run"] = asdict(cost)
             console.say(f"the whole run: {cost}{timeline.cluster.remark}")
-        with _writing(folder):
-            from lab.dryrun.plots import plot_lanes, plot_memory  # imported here: training ranks never need matplotlib
-
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
             (folder / REPORT).write_text(json.dumps(report, indent=1) + "\n")
             plot_memory(recording, folder / "memory.png", timeline)
             if timeline:
                 plot_lanes(timeline, folder / "lanes.png")
                 if settings.dry_run.trace:
                     Path(settings.dry_run.trace).write_text(json.dumps(trace_events(timeline)))
-        for table in (memory_table(report), traffic_table(report), profile_table(report["collectives"])):
-            console.show(table)
+        except OSError as error:
+            raise ConfigError(
+                f"{error.filename} cannot be written ({error.strerror}); choose another run.dir or dry_run.trace"
+            ) from error
+        console.show(memory_table(report))
+        console.show(profile_table(report["collectives"]))
     console.say(f"the full report and its plots are in {folder}")
-    return report
-
-
-@contextmanager
-def _writing(folder: Path) -> Iterator[None]:
-    """Make the folder for files that are written in the block. Raise ConfigError if that fails."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        yield
-    except OSError as error:
-        raise ConfigError(
-            f"{error.filename} cannot be written ({error.strerror}); choose another run.dir or dry_run.trace"
-        ) from error
 
 
 def make_report(
@@ -108,7 +98,10 @@ def make_report(
         "peak_bytes": recording.peak,
         "allocations": recording.num_allocations,
         "building_peak_bytes": recording.building_peak_bytes,
-        "traffic_bytes": traffic(recording),
+        "traffic_bytes": [
+            {"axis": axis, "op": op, "phase": phase, "bytes": sent}
+            for (axis, op, phase), sent in sorted(state.mesh.log.wire_bytes_by.items())
+        ],
         "model_flops": model_flops(model, global_batch_size) / size,
         "hardware_flops": hardware_flops(model, global_batch_size, state.activations.recomputes) / size,
         "counted_flops": sum(kernel.flops for kernel in recording.kernels),
@@ -150,12 +143,6 @@ def seconds_by_kernel(recording: Recording, cluster: ClusterSpec) -> list[dict[s
     return sorted(rows.values(), key=lambda row: -row["seconds"])
 
 
-def traffic(recording: Recording) -> list[dict[str, Any]]:
-    """Return the bytes that this rank sends in a step, a row for each (axis, operation, phase)."""
-    by = recording.state.mesh.log.wire_bytes_by
-    return [{"axis": axis, "op": op, "phase": phase, "bytes": sent} for (axis, op, phase), sent in sorted(by.items())]
-
-
 def headline(report: dict[str, Any]) -> str:
     """Return lines with the size of the model and its peak memory; with a cluster, also if it fits, and its speed."""
     peak = sum(report["peak_bytes"][DEVICE].values())
@@ -168,11 +155,13 @@ def headline(report: dict[str, Any]) -> str:
         cluster = ClusterSpec(**report["cluster"])
         available = cluster.usable_gpu_bytes
         verdict = "fits" if report["fits"] else f"does NOT fit, by {(peak - available) / 1e9:,.2f} GB,"
-        step = report["step"]
+        step, on_host, of_host = report["step"], report["node_host_bytes"] / 1e9, cluster.host_memory_gb
+        host_fits = "fits" if report["fits_host"] else f"does NOT fit, by {on_host - of_host:,.0f} GB,"
+        host = [f"{on_host:,.1f} GB on a node's host: {host_fits} its {of_host:,.0f} GB"] if on_host >= 0.05 else []
         lines[-1] += f": {verdict} the {available / 1e9:,.2f} GB of {cluster.name},"
         lines += [
             f"beside {cluster.reserved_gb:.2g} GB for CUDA and NCCL",
-            *host_verdict(report),
+            *host,
             f"projected step {seconds(step['seconds'])}, {step['hardware_tflops_per_device']:.1f} TFLOPs per device, "
             f"MFU {100 * step['mfu']:.1f}%{cluster.remark}",
         ]
@@ -203,13 +192,6 @@ def matrices_line(matrices: dict[str, Any]) -> str:
     )
 
 
-def host_verdict(report: dict[str, Any]) -> list[str]:
-    """Return a line with the use of a node's host memory and if it fits, or none if it is less than 0.05 GB."""
-    needed, available = report["node_host_bytes"] / 1e9, report["cluster"]["host_memory_gb"]
-    verdict = "fits" if report["fits_host"] else f"does NOT fit, by {needed - available:,.0f} GB,"
-    return [f"{needed:,.1f} GB on a node's host: {verdict} its {available:,.0f} GB"] if needed >= 0.05 else []
-
-
 def memory_table(report: dict[str, Any]) -> Table:
     columns = [report[what][where] for where in (DEVICE, HOST) for what in ("resident_bytes", "peak_bytes")]
     size, unit = unit_of(max(sum(column.values()) for column in columns))
@@ -223,28 +205,12 @@ def memory_table(report: dict[str, Any]) -> Table:
     return table
 
 
-def traffic_table(report: dict[str, Any]) -> Table:
-    rows = report["traffic_bytes"]
-    size, unit = unit_of(max((row["bytes"] for row in rows), default=0))
-    title = "Sent by this rank in a step"
-    table = Table("axis", "operation", "phase", *right_aligned(unit), title=title, title_justify="left")
-    for row in rows:
-        table.add_row(row["axis"], row["op"], row["phase"], f"{row['bytes'] / size:,.4f}")
-    return table
-
-
 def trace_events(timeline: Timeline) -> dict[str, Any]:
     """Return the timeline in the format of chrome://tracing and Perfetto, whose times are microseconds."""
+    same = {"ph": "X", "pid": "projected step"}
     return {
         "traceEvents": [
-            {
-                "name": task.name,
-                "ph": "X",
-                "pid": "projected step",
-                "tid": task.lane,
-                "ts": task.start * 1e6,
-                "dur": (task.end - task.start) * 1e6,
-            }
-            for task in timeline.tasks
+            same | {"name": one.name, "tid": one.lane, "ts": one.start * 1e6, "dur": (one.end - one.start) * 1e6}
+            for one in timeline.tasks
         ]
     }

@@ -1,10 +1,8 @@
 """The streams of a dry run that imitates GPUs: what a GPU launches early is launched early, and nothing waits."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
-
-from torch import Tensor
 
 
 class UncheckedStreams:
@@ -23,7 +21,7 @@ class UncheckedStreams:
         return self
 
     def collective(
-        self, group: Any, event: Any, launch: Callable[[], Callable[[], object]], read: Tensor, written: Tensor
+        self, group: Any, event: Any, launch: Callable[[], Callable[[], object]], read: Any, written: Any
     ) -> Callable[[], object]:
         return launch()
 
@@ -33,14 +31,6 @@ class UncheckedStreams:
     def query(self) -> bool:
         return True
 
-    def synchronize(self) -> None: ...
+    def ignore(self, *_arguments: Any) -> None: ...
 
-    def wait_stream(self, stream: Any) -> None: ...
-
-    def wait_event(self, event: Any) -> None: ...
-
-    def read_on_host(self, tensors: Iterable[Tensor]) -> None: ...
-
-    def raise_reports(self) -> None: ...
-
-    def on_operation(self, function: Any, args: Any, kwargs: Any, output: Any) -> None: ...
+    synchronize = wait_stream = wait_event = read_on_host = raise_reports = on_operation = ignore

@@ -7,26 +7,20 @@ file for dry runs and the planner.
 """
 
 import argparse
-import socket
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from lab.measure import bandwidth
-from lab.measure.bandwidth import LinkRate
+from lab.measure.bandwidth import BYTES_PER_GB, LinkRate, Rates
 from lab.measure.cluster import ClusterSpec
 from lab.measure.device_kernels import DeviceKernels
-from lab.measure.measured_cluster import (
-    ACROSS,
-    BYTES_PER_GB,
-    INSIDE,
-    Measured,
-    cluster_of,
-    reserved_bytes,
-    write_cluster,
-)
+from lab.measure.health import describe_link, slow_devices, slow_links
+from lab.measure.measured_cluster import ACROSS, INSIDE, Measured, cluster_of, reserved_bytes, write_cluster
 from parallel.errors import ConfigError
-from parallel.launch.preflight import add_arguments, arguments_only, check_by_store, split_words
+from parallel.launch.node_facts import Job
+from parallel.launch.preflight import check_ranks, split_words
 from parallel.mesh import Mesh
 from parallel.world import World, exit_with_error, start_world, stop_world
 
@@ -36,12 +30,12 @@ def check_and_measure(options: argparse.Namespace, arguments: Sequence[str]) -> 
     expected = ClusterSpec.load(options.expect) if options.expect else None
     world = start_world()
     # Nodes are compared before anything is measured: rates of a job that cannot start are of no use.
-    check_by_store(world, arguments_only(arguments, world.size), options.wait)
+    check_ranks(world, Job(settings=tuple(arguments)))
     if by_rank := bandwidth.gathered(measure(world, options.tensor_size), world):
         sys.stdout.write("\n".join(describe(by_rank, expected)) + "\n")
         if options.write:
             spec = cluster_of(by_rank, world, options.name)
-            write_cluster(spec, Path(options.write), sorted({m.node for m in by_rank}))
+            write_cluster(spec, Path(options.write), sorted({measured.rates.node for measured in by_rank}))
             sys.stdout.write(f"{options.write} has these rates, for --dry_run.cluster and the planner\n")
     # The store may end with the first rank's process, which has gathered the rates of all ranks before it ends.
     stop_world()
@@ -57,65 +51,58 @@ def measure(world: World, tensor_size: int | None) -> Measured:
         job_mesh = bandwidth.measure_mesh(Mesh.create(tensor_size, world.device.type), world.device)
     # All links are measured before any device, because copies to the host compete with messages for its memory.
     nodes.barrier()
-    device = bandwidth.measure_device(world.rank, world.device)
+    device = bandwidth.measure_device(world.device)
     hop_seconds = max(bandwidth.latency(axis, world.device) for axis in (nodes.data, nodes.tensor))
     nodes.barrier()
     collectives = bandwidth.measure_sizes(nodes.tensor, world.device)
     nodes.barrier()
     kernels = DeviceKernels.measure(world.device)
-    rates = links, one_rank_per_node, job_mesh, device, hop_seconds, collectives, kernels
-    return Measured(socket.gethostname(), world.rank, *rates, reserved_bytes(world.device))
+    rates = Rates.of(world, device, links)
+    reserved = reserved_bytes(world.device)
+    return Measured(rates, one_rank_per_node, job_mesh, hop_seconds, collectives, kernels, reserved)
 
 
 def describe(by_rank: Sequence[Measured], expected: ClusterSpec | None) -> list[str]:
     """Return the lines of the report; the last ones name what is slow."""
-    lines, slow = [], []
-    node_of = {measured.rank: measured.node for measured in by_rank}
-    for title, axis in {"inside nodes": INSIDE, "across nodes": ACROSS}.items():
-        links = [link for m in by_rank for link in m.inside_and_across if link.axis == axis]
-        lines += _summary(title, links)
-        rate = _expected_rate(axis, expected, len(by_rank))
-        slow += [_describe_slow(link, node_of) for link in bandwidth.slow_links(links, rate)]
+    rates = [measured.rates for measured in by_rank]
+    links = [link for found in rates for link in found.links]
+    of_job = [link for measured in by_rank for link in measured.job_mesh]
+    lines = [*_summary("inside nodes", links, INSIDE), *_summary("across nodes", links, ACROSS)]
     for axis in (INSIDE, ACROSS):
-        links = [link for m in by_rank for link in m.job_mesh if link.axis == axis]
-        lines += _summary(f"along the {axis} axis", links)
-        slow += [_describe_slow(link, node_of) for link in bandwidth.slow_links(links)]
-    devices = [measured.device for measured in by_rank]
-    flops = sorted(device.flops_per_second / 1e12 for device in devices)
+        lines += _summary(f"along the {axis} axis", of_job, axis)
+    flops = sorted(found.device.flops_per_second / 1e12 for found in rates)
     lines.append(f"devices: {flops[0]:.3g} to {flops[-1]:.3g} TFLOPs in half precision")
+    slow = slow_links(links, _kind_of, partial(_expected_rate, expected, len(rates))) + slow_links(of_job, _kind_of)
+    node_of = {found.rank: found.node for found in rates}
     peak = expected.peak_half_tflops * expected.gemm_fraction * 1e12 if expected else 0.0
-    for device in bandwidth.slow_devices(devices, peak):
-        tflops = device.flops_per_second / 1e12
-        slow.append(f"slow device: rank {device.rank} on {node_of[device.rank]}: {tflops:.3g} TFLOPs")
-    return lines + (slow or ["nothing is slow"])
+    named = [describe_link(link, node_of) for link in slow] + [what for _, what in slow_devices(rates, peak)]
+    return lines + (named or ["nothing is slow"])
 
 
-def _expected_rate(axis: str, expected: ClusterSpec | None, num_ranks: int) -> float:
-    """Return the bytes per second that a rank should send along the axis; 0 without a cluster file."""
+def _kind_of(link: LinkRate) -> object:
+    return link.axis, link.what
+
+
+def _expected_rate(expected: ClusterSpec | None, num_ranks: int, link: LinkRate) -> float:
+    """Return the bytes per second that a rank should send over a link; 0 without a cluster file."""
     if expected is None:
         return 0.0
     between = expected.node_gb_per_second * expected.node_fraction / min(expected.gpus_per_node, num_ranks)
-    return (expected.intra_node_gb_per_second if axis == INSIDE else between) * BYTES_PER_GB
+    return (expected.intra_node_gb_per_second if link.axis == INSIDE else between) * BYTES_PER_GB
 
 
-def _summary(title: str, links: Sequence[LinkRate]) -> list[str]:
-    """Return a line for each operation: the GB/s that a rank sends in the slowest and in the fastest group."""
-    lines = []
-    for what in dict.fromkeys(link.what for link in links):
-        rates = sorted(link.bytes_per_second / BYTES_PER_GB for link in links if link.what == what)
+def _summary(title: str, links: Sequence[LinkRate], axis: str) -> list[str]:
+    """Return a line for each operation along an axis: the GB/s of a rank in the slowest and in the fastest group."""
+    along, lines = [link for link in links if link.axis == axis], []
+    for what in dict.fromkeys(link.what for link in along):
+        rates = sorted(link.bytes_per_second / BYTES_PER_GB for link in along if link.what == what)
         lines.append(f"{title}: {what}: {rates[0]:.3g} to {rates[-1]:.3g} GB/s a rank")
     return lines
-
-
-def _describe_slow(link: LinkRate, node_of: dict[int, str]) -> str:
-    ends = " - ".join(f"rank {rank} on {node_of[rank]}" for rank in link.ranks)
-    return f"slow {link.what}: {ends}: {link.bytes_per_second / BYTES_PER_GB:.3g} GB/s"
 
 
 def main(words: Sequence[str]) -> None:
     """Run the measurement. `words` are its options, and after `--` the arguments of the program. Raises ConfigError."""
     parser = argparse.ArgumentParser(prog="python -m lab.measure", description=__doc__)
-    add_arguments(parser)
     parser.add_argument("--tensor_size", type=int, help="tensor size of the job, if it is not a whole node")
     parser.add_argument("--expect", help="cluster file: a link or device with less than half of its rate is slow")
     parser.add_argument("--write", help="cluster file to write the measured rates to")

@@ -1,11 +1,12 @@
 """Measurements of the links and the devices of a job, made by all ranks at once, as in training."""
 
+import socket
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,8 +28,7 @@ DEVICE_SIZES = {"cpu": (1024, 2**23), "cuda": (8192, 2**28)}  # of a measured pr
 KERNELS_TOGETHER = 100  # of which the shortest time of a kernel is the mean
 FEWEST_REPEATS, MOST_REPEATS = 3, 50
 LEAST_ESTIMATE = 1e-7  # seconds, of an action that the clock does not see
-# A rate is slow below these fractions of the median of comparable links or devices, or of the rate in a cluster file.
-SLOW_LINK, SLOW_DEVICE, SLOW_FOR_CLUSTER = 0.7, 0.8, 0.5
+BYTES_PER_GB = 1e9  # in reports and in cluster files
 Measurement = Callable[[], object]
 Found = TypeVar("Found")
 
@@ -47,11 +47,26 @@ class LinkRate:
 class DeviceRate:
     """The rates of one device; `host_bytes_per_second` is that of a copy to host memory."""
 
-    rank: int
     flops_per_second: float  # of a product in half precision
     memory_bytes_per_second: float
     host_bytes_per_second: float
     kernel_seconds: float
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The rates that one rank has measured: those of its device, and of links inside nodes and across."""
+
+    node: str
+    rank: int
+    device_name: str
+    device: DeviceRate
+    links: list[LinkRate]
+
+    @classmethod
+    def of(cls, world: World, device: DeviceRate, links: list[LinkRate]) -> Self:
+        name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
+        return cls(socket.gethostname(), world.rank, name, device, links)
 
 
 def gathered(own: Found, world: World) -> list[Found]:
@@ -153,7 +168,7 @@ def latency(axis: Axis, device: torch.device) -> float:
     return measured_seconds(lambda: axis.all_reduce(word, out=word).wait(), device, axis) / (2 * (axis.size - 1))
 
 
-def measure_device(rank: int, device: torch.device) -> DeviceRate:
+def measure_device(device: torch.device) -> DeviceRate:
     """Measure a matrix product, a copy in memory, a copy to the host, and the shortest kernel."""
     size, numel = DEVICE_SIZES[device.type]
     a, b = (torch.ones(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
@@ -163,30 +178,11 @@ def measure_device(rank: int, device: torch.device) -> DeviceRate:
     word = torch.zeros(1, device=device)
     num_bytes = 2 * numel
     return DeviceRate(
-        rank,
         2 * size**3 / measured_seconds(lambda: a @ b, device),
         2 * num_bytes / measured_seconds(lambda: copy.copy_(source), device),
         num_bytes / measured_seconds(lambda: on_host.copy_(source), device),
         measured_seconds(lambda: [word.add_(1) for _ in range(KERNELS_TOGETHER)], device) / KERNELS_TOGETHER,
     )
-
-
-def slow_links(rates: Sequence[LinkRate], expected: float = 0.0) -> list[LinkRate]:
-    """Return the rates far below the median of their axis and operation, or below half of what is `expected`."""
-    slow = []
-    for rate in rates:
-        comparable = [r.bytes_per_second for r in rates if (r.axis, r.what) == (rate.axis, rate.what)]
-        limit = max(SLOW_LINK * statistics.median_high(comparable), SLOW_FOR_CLUSTER * expected)
-        if rate.bytes_per_second < limit:
-            slow.append(rate)
-    return slow
-
-
-def slow_devices(rates: Sequence[DeviceRate], expected_flops: float) -> list[DeviceRate]:
-    """Return the devices far below the median, or below half of `expected_flops` per second."""
-    median = statistics.median_high(rate.flops_per_second for rate in rates)
-    limit = max(SLOW_DEVICE * median, SLOW_FOR_CLUSTER * expected_flops)
-    return [rate for rate in rates if rate.flops_per_second < limit]
 
 
 def _pairs(size: int, number: int) -> list[tuple[int, int]]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import yaml
 
-from lab.measure.bandwidth import DeviceRate, LinkRate
+from lab.measure.bandwidth import BYTES_PER_GB, LinkRate, Rates
 from lab.measure.cluster import RESERVED_BYTES, ClusterSpec
 from lab.measure.curves import Curve, mean_curves
 from lab.measure.device_kernels import DeviceKernels
@@ -23,7 +23,6 @@ from parallel.mesh import HALF_TYPES
 from parallel.world import World
 
 INSIDE, ACROSS = "tensor", "data"  # axes of a mesh whose tensor groups are whole nodes
-BYTES_PER_GB = 1e9  # in the report and in a cluster file
 GPU_TILE, CPU_TILE = 128, 16
 LEAST_FACTOR = 0.1  # of the time of kernels in a step, if their models were far too slow
 # Keys that fused attention reads beside those that are not masked: see ClusterSpec.attention_overhead. The blocks of
@@ -35,12 +34,9 @@ ATTENTION_OVERHEAD = {"cuda": 350.0, "cpu": 0.0}
 class Measured:
     """The measurements of one rank."""
 
-    node: str
-    rank: int
-    inside_and_across: list[LinkRate]  # along the axes INSIDE and ACROSS
+    rates: Rates  # with links along the axes INSIDE and ACROSS
     one_rank_per_node: list[LinkRate]  # between nodes, while only the first rank of each node sends
     job_mesh: list[LinkRate]  # along the axes of the job's own mesh, if that is another one
-    device: DeviceRate
     hop_seconds: float
     collectives: list[Curve]  # inside nodes
     kernels: DeviceKernels
@@ -55,10 +51,10 @@ def cluster_of(by_rank: Sequence[Measured], world: World, name: str) -> ClusterS
     """
 
     def slowest_all_reduce(axis: str) -> float:
-        links = [link for measured in by_rank for link in measured.inside_and_across if link.axis == axis]
+        links = [link for measured in by_rank for link in measured.rates.links if link.axis == axis]
         return min((link.bytes_per_second for link in links if link.what == "all_reduce"), default=0.0)
 
-    devices = [measured.device for measured in by_rank]
+    devices = [measured.rates.device for measured in by_rank]
     flows = [link.bytes_per_second for measured in by_rank for link in measured.one_rank_per_node]
     memory_rate = min(device.memory_bytes_per_second for device in devices)
     inside, across = slowest_all_reduce(INSIDE), slowest_all_reduce(ACROSS)

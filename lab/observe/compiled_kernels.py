@@ -51,13 +51,8 @@ def compiled_region(build: Build, build_eager: Build | None = None) -> CompiledR
     try:
         return CompiledRegion(_eager_kernels(build_eager or build), _compiled_kernels(build))
     except Exception as error:  # whatever a new torch raises where its private parts have changed
-        reason = str(error).split("\n")[0]
-        logger.warning(
-            "compiled kernels cannot be counted with torch %s (%s: %s); eager ones are counted instead",
-            torch.__version__,
-            type(error).__name__,
-            reason,
-        )
+        reason = f"{type(error).__name__}: {error}".split("\n")[0]
+        logger.warning("compiled kernels cannot be counted, so eager ones are: torch %s, %s", torch.__version__, reason)
         return None
 
 
@@ -67,32 +62,24 @@ def splice(kernels: Sequence[Kernel], regions: Sequence[CompiledRegion]) -> tupl
     What runs between the kernels of a call, such as the reduction of gradients in a backward, comes after it: compiled
     code returns all of its results at once.
     """
+    calls = [(eager, region.compiled[phase]) for region in regions for phase, eager in region.eager.items()]
     spliced: list[Kernel] = []
     places: list[int] = []
     position = 0
     while position < len(kernels):
-        own, compiled = _call_at(kernels, position, regions)
+        own, replacement = [position], [kernels[position]]
+        for eager, compiled in calls:
+            if found := _places_of(eager, kernels, position):
+                own, replacement = found, [replace(kernel, phase=kernels[position].phase) for kernel in compiled]
+                break
         places.append(len(spliced))
-        spliced += [replace(kernel, phase=kernels[position].phase) for kernel in compiled]
-        end = own[-1] + 1 if own else position + 1
-        for place in range(position, end):
-            if place > position:
-                places.append(len(spliced))
+        spliced += replacement
+        for place in range(position + 1, own[-1] + 1):
+            places.append(len(spliced))
             if place not in own:
                 spliced.append(kernels[place])
-        position = end
+        position = own[-1] + 1
     return spliced, [*places, len(spliced)]
-
-
-def _call_at(
-    kernels: Sequence[Kernel], start: int, regions: Sequence[CompiledRegion]
-) -> tuple[list[int], list[Kernel]]:
-    """Return the places of the kernels of the call that begins at `start`, and the compiled ones; both may be empty."""
-    for region in regions:
-        for phase, eager in region.eager.items():
-            if own := _places_of(eager, kernels, start):
-                return own, region.compiled[phase]
-    return [], []
 
 
 def _places_of(wanted: Sequence[Kernel], kernels: Sequence[Kernel], start: int) -> list[int]:
@@ -118,8 +105,8 @@ def _eager_kernels(build: Build) -> dict[str, list[Kernel]]:
             num_forward = log.count()
             if inputs:
                 torch.autograd.grad(results, inputs, [torch.empty_like(result) for result in results])
-    kernels = {FORWARD: log.kernels[:num_forward], BACKWARD: log.kernels[num_forward:]}
-    return {phase: found for phase, found in kernels.items() if found}
+    backward = {BACKWARD: log.kernels[num_forward:]} if inputs else {}
+    return {FORWARD: log.kernels[:num_forward]} | backward
 
 
 def _compiled_kernels(build: Build) -> dict[str, list[Kernel]]:
@@ -141,32 +128,27 @@ def _compiled_kernels(build: Build) -> dict[str, list[Kernel]]:
         # Those inside of arguments, too: a tensor that is no input would be a constant, which cannot be a fake one.
         tensors = [*instances_in(arguments, Tensor), *parameters.values()]
         graphs = inductor.trace(of_tensors, tensors, mode)
-    return {
-        phase: [
-            _kernel(node) for node in inductor.plan(graph, mode, phase == BACKWARD) if not inductor.is_no_kernel(node)
-        ]
-        for phase, graph in graphs.items()
-    }
+    plans = {phase: inductor.plan(graph, mode, phase == BACKWARD) for phase, graph in graphs.items()}
+    return {phase: [_kernel(node, inductor.operations_of(node)) for node in nodes] for phase, nodes in plans.items()}
 
 
 def _parameters(function: Callable[..., Any]) -> dict[str, Tensor]:
     return dict(function.named_parameters()) if isinstance(function, nn.Module) else {}
 
 
-def _kernel(node: Any) -> Kernel:
-    from lab.observe import inductor_internals as inductor
-
-    operations = inductor.operations_of(node)
+def _kernel(node: Any, operations: Sequence[torch.fx.Node]) -> Kernel:
+    """Return the kernel of a node of inductor's plan, which computes these operations."""
     names = [_name_of(operation.target) for operation in operations]
     results = [t for operation in operations for t in instances_in((operation.meta.get("val"),), Tensor)]
-    dtype = results[-1].dtype if results else torch.float32
+    num_bytes = node.get_read_write_buffers_sizes()  # a buffer that it reads twice counts once
     if node.is_extern() and names:
         inputs = [a.meta["val"] if isinstance(a, torch.fx.Node) else a for a in operations[0].args]
-        name, dtype = names[0], results[0].dtype if results else dtype
-        kernel = Kernel(name, "", inductor.bytes_of(node), dtype, product_of(name, inputs))
-        return replace(kernel, attention=attention_of(name, inputs), recipe=recipe_of(name, inputs))
+        dtype = results[0].dtype if results else torch.float32
+        kernel = Kernel(names[0], "", num_bytes, dtype, product_of(names[0], inputs))
+        return replace(kernel, attention=attention_of(names[0], inputs), recipe=recipe_of(names[0], inputs))
     named = sorted({name for name in names if name not in NOT_NAMED} or set(names))
-    return Kernel("compiled " + "+".join(named[:MOST_NAMES]), "", inductor.bytes_of(node), dtype)
+    dtype = results[-1].dtype if results else torch.float32
+    return Kernel("compiled " + "+".join(named[:MOST_NAMES]), "", num_bytes, dtype)
 
 
 def _name_of(operation: Any) -> str:

@@ -11,10 +11,8 @@ shorter path here:
 A dry run of 170B parameters on 400 ranks (configs/paper/figure2/170b-zero-400.yaml, stage 2) takes 7.8 CPU seconds with
 it and 41.7 with `FakeTensorMode`, with equal results (2026-11-21, two CPU cores, torch 2.13).
 
-It depends on private parts of torch, all imported from lab/observe/torch_internals.py: the attributes of `FakeTensor`
-(`constant`, `fake_device`, its `__dict__`) and its constructor, `dispatch` and `in_kernel_invocation` of
-`FakeTensorMode`, the switches that make the dispatcher run a meta kernel, the schemas of operations, the identity of a
-storage, and the switch that omits Dynamo's guard.
+It depends on private parts of torch, all imported from lab/observe/torch_internals.py, and on the attributes
+`constant`, `fake_device` and `__dict__` of a `FakeTensor`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -98,19 +96,18 @@ class QuickFakeTensorMode(UnguardedFakeTensorMode):
 
     def _allocate(self, func: OpOverload, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         key = (func, _key(args), _key(tuple(kwargs.items())) if kwargs else ())
-        found = self._results.get(key)
-        if found is None:
-            output = self._dispatch_as_torch(func, types, args, kwargs)
-            tensors = [output] if isinstance(output, Tensor) else output
-            if isinstance(tensors, (tuple, list)) and _are_new(tensors, (args, tuple(kwargs.values()))):
-                self._results[key] = isinstance(output, Tensor), [_metadata_of(tensor) for tensor in tensors]
-            return output
-        is_single, metadata = found
-        outputs = []
-        for size, stride, dtype, device in metadata:
-            meta = torch.empty_strided(size, stride, dtype=dtype, device="meta")
-            outputs.append(self._fake(meta, device))
-        return outputs[0] if is_single else tuple(outputs)
+        if found := self._results.get(key):
+            is_single, metadata = found
+            outputs = [
+                self._fake(torch.empty_strided(size, stride, dtype=dtype, device="meta"), device)
+                for size, stride, dtype, device in metadata
+            ]
+            return outputs[0] if is_single else tuple(outputs)
+        output = self._dispatch_as_torch(func, types, args, kwargs)
+        tensors = [output] if isinstance(output, Tensor) else output
+        if isinstance(tensors, (tuple, list)) and _are_new(tensors, (args, tuple(kwargs.values()))):
+            self._results[key] = isinstance(output, Tensor), [_metadata_of(tensor) for tensor in tensors]
+        return output
 
     def _fake(self, meta: Tensor, device: torch.device) -> FakeTensor:
         """Return a fake tensor on `device`. torch creates the first one; others copy its attributes."""
@@ -134,22 +131,28 @@ class DispatchPath(Enum):
 
 @cache
 def _classify(func: OpOverload) -> tuple[DispatchPath, WrittenArgument | None]:
-    """Return the path of an operation, and the function that picks the argument that it writes to, if it has one."""
+    """Return the path of an operation, and the function that picks the argument that it writes to, if it has one.
+
+    A schema can be relied on if it is not a composite's.
+    """
+    schema, is_aten = schema_of(func), func.namespace == "aten"
+    items = *schema.arguments, *schema.returns
     if func.namespace == "c10d":
         return DispatchPath.COLLECTIVE, None
-    schema = schema_of(func)
-    if not any("Tensor" in str(item.type) for item in (*schema.arguments, *schema.returns)):
+    if not any("Tensor" in str(item.type) for item in items):
         return DispatchPath.NO_TENSOR, None
-    if _is_view(func):
+    if func in VIEWS_DESPITE_THEIR_SCHEMA or (is_aten and returns_views(func) and not is_composite(func)):
         return DispatchPath.VIEW, None
-    return DispatchPath.ALLOCATION if _allocates(func) else DispatchPath.OTHER, _written_by(func)
+    is_cacheable = is_aten and not NOT_CACHEABLE & set(func.tags)
+    if is_cacheable and schema.returns and not is_composite(func) and not any(item.alias_info for item in items):
+        return DispatchPath.ALLOCATION, None
+    keeps_shapes = is_cacheable and schema.name not in RESHAPE_THEIR_ARGUMENT
+    return DispatchPath.OTHER, _written_by(func) if keeps_shapes else None
 
 
 def _written_by(func: OpOverload) -> WrittenArgument | None:
     """Return the `WrittenArgument` of an operation; None if it does more than write to one argument and return it."""
     schema = schema_of(func)
-    if func.namespace != "aten" or NOT_CACHEABLE & set(func.tags) or schema.name in RESHAPE_THEIR_ARGUMENT:
-        return None
     written = [n for n, arg in enumerate(schema.arguments) if arg.alias_info is not None and arg.alias_info.is_write]
     if written and not schema.returns:
         return lambda args, kwargs: None
@@ -159,18 +162,6 @@ def _written_by(func: OpOverload) -> WrittenArgument | None:
     if argument.kwarg_only:
         return lambda args, kwargs: kwargs[argument.name]
     return lambda args, kwargs: args[written[0]]
-
-
-def _is_view(func: OpOverload) -> bool:
-    is_view = func.namespace == "aten" and returns_views(func) and not is_composite(func)
-    return is_view or func in VIEWS_DESPITE_THEIR_SCHEMA
-
-
-def _allocates(func: OpOverload) -> bool:
-    """Return True if all results are new tensors by the schema, which can be relied on if it is not a composite's."""
-    aliases = [item.alias_info for item in (*schema_of(func).arguments, *schema_of(func).returns)]
-    is_plain = func.namespace == "aten" and not is_composite(func) and not NOT_CACHEABLE & set(func.tags)
-    return is_plain and not any(aliases) and bool(schema_of(func).returns)
 
 
 def _are_new(tensors: Sequence[Any], arguments: Any) -> bool:

@@ -7,7 +7,7 @@ it. tests/unit/lab/observe/test_compiled_kernels.py fails if a new torch behaves
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -29,7 +29,7 @@ from torch._inductor.scheduler import BaseSchedulerNode
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-__all__ = ["FakeTensorMode", "bytes_of", "is_no_kernel", "operations_of", "plan", "trace"]
+__all__ = ["FakeTensorMode", "operations_of", "plan", "trace"]
 
 IMITATED = torch.device("cuda", 0)
 # What inductor reads of a GPU to decide on the fusion and the splitting of loops: those of an H100.
@@ -93,20 +93,15 @@ def plan(graph: torch.fx.GraphModule, mode: FakeTensorMode, is_backward: bool) -
         with V.set_graph_handler(lowering), V.set_debug_handler(DebugContext()), V.set_extern_kernel_nodes([]):
             lowering.run(*inputs)
             lowering._update_scheduler()
-            nodes = lowering.scheduler.nodes
+            nodes = [node for node in lowering.scheduler.nodes if not _names_a_result(node)]
             for node in nodes:
                 node.get_read_write_buffers_sizes()  # cached in the node: later calls need none of these contexts
             return nodes
 
 
-def is_no_kernel(node: BaseSchedulerNode) -> bool:
-    """Return True for a node that only names a part of another one's result."""
+def _names_a_result(node: BaseSchedulerNode) -> bool:
+    """Return True for a node that is no kernel: it only names a part of another one's result."""
     return isinstance(node, inductor_scheduler.NopKernelSchedulerNode) or isinstance(node.node, ir.MultiOutput)
-
-
-def bytes_of(node: BaseSchedulerNode) -> int:
-    """Return the bytes that a kernel reads and writes; a buffer that it reads twice counts once."""
-    return node.get_read_write_buffers_sizes()
 
 
 def operations_of(node: BaseSchedulerNode) -> list[torch.fx.Node]:
@@ -134,11 +129,9 @@ def _moved(value: Any, mode: FakeTensorMode) -> Any:
 @contextmanager
 def _imitated_gpu() -> Iterator[None]:
     """Let inductor plan for a GPU although torch has none, and Triton, which generates code later, is not installed."""
-    with ExitStack() as stack:
-        stack.enter_context(config.patch(force_disable_caches=True, max_autotune=False, max_autotune_gemm=False))
-        for target, name, value in [
-            (DeviceProperties, "create", classmethod(lambda _class, _device: PROPERTIES)),
-            (inductor_scheduler, "has_triton", lambda *_arguments: True),
-        ]:
-            stack.enter_context(mock.patch.object(target, name, value))
+    with (
+        config.patch(force_disable_caches=True, max_autotune=False, max_autotune_gemm=False),
+        mock.patch.object(DeviceProperties, "create", classmethod(lambda _class, _device: PROPERTIES)),
+        mock.patch.object(inductor_scheduler, "has_triton", return_value=True),
+    ):
         yield

@@ -6,41 +6,31 @@ The two rows of 1.5B determine `gemm_fraction`, because they mostly compute. The
 `node_fraction`, because it mostly waits for the network. No other row of the paper is used.
 """
 
-from collections.abc import Iterator
-
 from lab.measure.cluster import ClusterSpec
 from lab.measure.fit import Constants, fitted, with_constants
-from lab.paper.experiments import CLUSTER_FILE, Experiment, experiments, parsed
-from lab.planner.depth import ShallowRun, extrapolate, shallow_runs
+from lab.paper.experiments import CLUSTER_FILE, experiments, parsed
+from lab.planner.depth import extrapolate, shallow_runs
 
 CALIBRATED = "1.5b-zero-400", "1.5b-baseline-400", "60b-baseline-384"  # rows of Figure 2
 BEFORE = {"gemm_fraction": 0.5, "node_fraction": 0.5}
 
 
 def calibrated(cluster: ClusterSpec) -> ClusterSpec:
-    rows = [
-        (experiment, shallow_runs(parsed(experiment.settings(), experiment.num_gpus)))
-        for experiment in calibrated_rows()
-    ]
+    rows = [experiment for experiment in experiments("figure2") if experiment.name in CALIBRATED]
+    runs = [shallow_runs(parsed(experiment.settings(), experiment.num_gpus)) for experiment in rows]
 
     def errors(constants: Constants) -> list[float]:
-        chosen = with_constants(cluster, constants)
-        return [relative_tflops(experiment, runs, chosen) - 1 for experiment, runs in rows]
+        chosen, found = with_constants(cluster, constants), []
+        for experiment, of_row in zip(rows, runs, strict=True):
+            seconds = extrapolate(of_row, chosen).at(int(experiment.row["layers"])).seconds
+            assert experiment.measured_tflops is not None
+            found.append(experiment.tflops(seconds) / experiment.measured_tflops - 1)
+        return found
 
     found = fitted(BEFORE, errors)
-    for (experiment, _), error in zip(rows, errors(found), strict=True):
+    for experiment, error in zip(rows, errors(found), strict=True):
         print(f"{experiment.name}: {error:+.1%}")
     return with_constants(cluster, found)
-
-
-def calibrated_rows() -> Iterator[Experiment]:
-    return (experiment for experiment in experiments("figure2") if experiment.name in CALIBRATED)
-
-
-def relative_tflops(experiment: Experiment, runs: tuple[ShallowRun, ShallowRun], cluster: ClusterSpec) -> float:
-    seconds = extrapolate(runs, cluster).at(int(experiment.row["layers"])).seconds
-    assert experiment.measured_tflops is not None
-    return experiment.tflops(seconds) / experiment.measured_tflops
 
 
 if __name__ == "__main__":

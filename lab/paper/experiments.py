@@ -23,6 +23,7 @@ ZERO_CONFIGS: dict[str, tuple[int, str]] = {name: tuple(found) for name, found i
 GPUS_PER_NODE = 16
 LAYERS_PER_CHECKPOINT = 2  # not printed in the paper, but explains the 33 GB of section 6.1
 GRADIENT_TYPES = {"accumulate_dtype": "fp16", "reduce_dtype": "fp16"}  # 16, 4 + 12/N and 2 + 14/N bytes a parameter
+OF_THE_PAPER = {"seq_length": 1024, "vocab_size": 50257}  # of its models
 BUCKET_NUMEL = 2**25  # the size of the constant-size buffers (C_B)
 
 
@@ -84,8 +85,7 @@ class Experiment:
                 "num_layers": int(row["layers"]),
                 "hidden_size": int(row["hidden"]),
                 "num_heads": int(row["heads"]),
-                "seq_length": 1024,
-                "vocab_size": 50257,
+                **OF_THE_PAPER,
                 "vocab_multiple": max(128, tensor_size),
                 "attention": "math",
             },

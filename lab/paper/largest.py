@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from gpt.run_folder.files import METRICS
-from lab.planner.closed_forms import largest
+from lab.planner.search import largest
 from parallel.errors import ConfigError, exit_on_config_error
 
 STEPS = 3  # all memory has been allocated after the first

@@ -2,8 +2,7 @@
 
 from lab.measure.cluster import RESERVED_BYTES
 from lab.pages.markdown import table
-from lab.paper.experiments import PAPER
-from lab.paper.plots import Labels, Series, plot_bars
+from lab.paper.plots import Series, plot_bars
 from lab.paper.results import CLUSTER, Part, residual_bytes, results
 from zero.formulas.memory import formula
 from zero.partition.stage import STAGES
@@ -36,7 +35,7 @@ def figure_6() -> Part:
     printed = [float(r.experiment.row["max_model_B"]) for r in found]
     series = [Series("paper", names, printed, color="tab:gray")]
     series += [Series(n, names, sizes[n], color=c) for n, c in zip(rooms, ("tab:blue", "tab:cyan"), strict=True)]
-    plot_bars(PAPER / "figure6.png", Labels(title, "configuration", "billions of parameters"), series)
+    plot_bars(("figure6", title, "configuration", "billions of parameters"), series)
     orders = [[name for _, name in sorted(zip(values, names, strict=True))] for values in (printed, *sizes.values())]
     agrees = "" if all(order == orders[0] for order in orders) else "not "
     lines = table(["config", "paper", *rooms], rows)
@@ -62,8 +61,8 @@ def figure_7() -> Part:
     names = [f"{r.experiment.row['model']}\n{r.experiment.row['zero_config']}" for r in found]
     printed_gb = [float(r.experiment.row["max_cached_GB"] or 0) or None for r in found]
     series = [Series("paper", names, printed_gb, color="tab:gray"), Series("dry run and residual", names, totals)]
-    labels = Labels(title, "model and configuration", "GB a GPU")
-    plot_bars(PAPER / "figure7.png", labels, series, (f"memory of a GPU, {limit:.1f} GB", limit))
+    labels = "figure7", title, "model and configuration", "GB a GPU"
+    plot_bars(labels, series, (f"memory of a GPU, {limit:.1f} GB", limit))
     lines = [f"A residual of {residual / 1e9:.2f} GB, fitted on C1 at 40B, is added to every bar.\n"]
     lines += table(["model", "config", "paper, GB", "dry run", "with the residual", "error"], rows)
     if above:

@@ -1,12 +1,13 @@
 """Plots like the paper's, of the values that it prints and those of dry runs."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from lab.pages.plots import plot
+from lab.paper.experiments import PAPER
 
 
 @dataclass(frozen=True)
@@ -21,38 +22,33 @@ class Series:
     marks: Sequence[str] = ()
 
 
-@dataclass(frozen=True)
-class Labels:
-    """The title of a plot, and the names of its axes, with units."""
-
-    title: str
-    x: str
-    y: str
-
-    def write(self, axes: Any) -> None:
+@contextmanager
+def paper_plot(figure: str, title: str, x: str, y: str) -> Iterator[Any]:
+    """Yield the axes of docs/paper/FIGURE.png, and name them, with units."""
+    with plot(PAPER / f"{figure}.png") as (axes,):
+        yield axes
         axes.margins(y=0.15)  # room for the numbers above bars
-        axes.set(xlabel=self.x, ylabel=self.y, title=self.title, ylim=(0, None))
+        axes.set(xlabel=x, ylabel=y, title=title, ylim=(0, None))
 
 
-def plot_lines(path: Path, labels: Labels, series: Sequence[Series], names: Sequence[str] = ()) -> None:
+def plot_lines(labels: Sequence[str], series: Sequence[Series], names: Sequence[str] = ()) -> None:
     """Draw lines, with a gap at each unknown value. Names are drawn in the order of `names`, numbers to scale."""
-    with plot(path) as (axes,):
+    with paper_plot(*labels) as axes:
         for one in series:
             places = [names.index(str(place)) for place in one.places] if names else one.places
             values = [math.nan if value is None else value for value in one.values]
             axes.plot(places, values, one.style, color=one.color, alpha=0.8, label=one.label)
         if names:
             axes.set_xticks(range(len(names)), list(names))
-        labels.write(axes)
 
 
-def plot_bars(path: Path, labels: Labels, series: Sequence[Series], limit: tuple[str, float] | None = None) -> None:
+def plot_bars(labels: Sequence[str], series: Sequence[Series], limit: tuple[str, float] | None = None) -> None:
     """Draw a group of bars for each name, and a line at `limit`. All series have the same names.
 
     An unknown value has no bar but its mark, if there is one.
     """
     names, width = series[0].places, 0.8 / len(series)
-    with plot(path) as (axes,):
+    with paper_plot(*labels) as axes:
         for number, one in enumerate(series):
             places = [place + (number - (len(series) - 1) / 2) * width for place in range(len(names))]
             bars = axes.bar(places, [value or 0.0 for value in one.values], width, color=one.color, label=one.label)
@@ -62,4 +58,3 @@ def plot_bars(path: Path, labels: Labels, series: Sequence[Series], limit: tuple
         if limit:
             axes.axhline(limit[1], color="tab:red", linestyle="--", label=limit[0])
         axes.set_xticks(range(len(names)), [str(name) for name in names])
-        labels.write(axes)

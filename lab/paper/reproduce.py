@@ -10,6 +10,7 @@ runs/paper/dry. Runs on a real cluster are read from runs/paper/FIGURE/NAME/metr
 import argparse
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from lab.pages.markdown import table, with_blocks
 from lab.paper import memory, tables, throughput
@@ -20,9 +21,9 @@ PARTS: dict[str, Callable[[], Part]] = {
     "table1": tables.table_1,
     "table2": tables.table_2,
     "figure1": memory.figure_1,
-    "figure2": throughput.figure_2,
+    "figure2": partial(throughput.against_size, "figure2", "Figure 2: throughput against model size"),
     "figure3": throughput.figure_3,
-    "figure4": throughput.figure_4,
+    "figure4": partial(throughput.against_size, "figure4", "Figure 4: without tensor parallelism, 128 GPUs"),
     "figure5": throughput.figure_5,
     "figure6": memory.figure_6,
     "figure7": memory.figure_7,

@@ -3,7 +3,7 @@
 import csv
 
 from lab.pages.markdown import table
-from lab.paper.experiments import GRADIENT_TYPES, PAPER
+from lab.paper.experiments import GRADIENT_TYPES, OF_THE_PAPER, PAPER
 from lab.paper.results import CLUSTER, Part, line_of
 from zero.formulas.memory import formula
 from zero.partition.stage import STAGES, ShardingPolicy
@@ -66,14 +66,7 @@ def table_2() -> Part:
 def table_2_settings(tensor_size: int, data_size: int, stage: int) -> dict:
     hidden_size = {1: 1920, 2: 3072, 4: 4096, 8: 6144, 16: 8192}[tensor_size]
     return {
-        "model": {
-            "num_layers": 24,
-            "hidden_size": hidden_size,
-            "num_heads": 32,
-            "seq_length": 1024,
-            "vocab_size": 50257,
-            "attention": "math",
-        },
+        "model": {"num_layers": 24, "hidden_size": hidden_size, "num_heads": 32, **OF_THE_PAPER, "attention": "math"},
         "data": {"path": "runs/data/openwebtext"},
         "parallel": {"tensor_size": tensor_size},
         "zero": {"stage": stage, "bucket_numel": None if stage == 0 else 2**25, **GRADIENT_TYPES},

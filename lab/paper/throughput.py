@@ -6,13 +6,12 @@ from collections.abc import Iterator, Sequence
 import yaml
 
 from lab.pages.markdown import table
-from lab.paper.experiments import CONFIGS, PAPER, Experiment
-from lab.paper.plots import Labels, Series, plot_bars, plot_lines
+from lab.paper.experiments import CONFIGS, Experiment
+from lab.paper.plots import Series, plot_bars, plot_lines
 from lab.paper.results import Part, Result, line_of, measured_here, results
 
 EXCLUDED = "figure2/40b-baseline-384"  # reported separately: half the rate of its neighbours
 THROUGHPUT = "figure2", "figure4", "figure8"
-SIZES = "parameters of the model"
 
 
 def predicted_rows(found: Sequence[Result]) -> list[Result]:
@@ -58,7 +57,7 @@ def size_of(name: str) -> float:
     return float(name.removesuffix("B"))
 
 
-def throughput_against_size(figure: str, title: str) -> Part:
+def against_size(figure: str, title: str) -> Part:
     """Return a figure whose x axis has the sizes of the models, and a line for each system."""
     found = results(figure)
     names = sorted({r.experiment.row["model"] for r in found}, key=size_of)
@@ -69,17 +68,13 @@ def throughput_against_size(figure: str, title: str) -> Part:
         places, printed = [r.experiment.row["model"] for r in rows], [r.experiment.measured_tflops for r in rows]
         series.append(Series(f"{system}, dry run", places, [r.tflops for r in rows], "o-", color))
         series.append(Series(f"{system}, paper", places, printed, "x--", color))
-    plot_lines(PAPER / f"{figure}.png", Labels(title, SIZES, "TFLOPs a GPU"), series, names)
+    plot_lines((figure, title, "parameters of the model", "TFLOPs a GPU"), series, names)
     return throughput_status(found), throughput_table(found)
 
 
 def throughput_status(found: Sequence[Result]) -> str:
     predicted = predicted_rows(found)
     return f"dry runs; over {len(predicted)} predicted of {len(found)} rows {errors_of(predicted)}"
-
-
-def figure_2() -> Part:
-    return throughput_against_size("figure2", "Figure 2: throughput against model size")
 
 
 def figure_3() -> Part:
@@ -94,14 +89,9 @@ def figure_3() -> Part:
     lines = table(["GPUs", "batch of a replica", "TFLOPs a GPU", "total, PFLOPs", "times 64 GPUs"], rows)
     linear = [totals[0] * num / gpus[0] for num in gpus]
     series = [Series("dry run", gpus, totals), Series("in proportion to 64 GPUs", gpus, linear, "--", "tab:gray")]
-    title = "Figure 3: 60B, all GPUs together"
-    plot_lines(PAPER / "figure3.png", Labels(title, "GPUs", "PFLOPs of all GPUs"), series)
+    plot_lines(("figure3", "Figure 3: 60B, all GPUs together", "GPUs", "PFLOPs of all GPUs"), series)
     growth = f"from {gpus[0]} to {gpus[-1]} GPUs the total grows {totals[-1] / totals[0]:.2f} times"
     return f"dry runs, a pure prediction: {growth}; the paper prints no values", lines
-
-
-def figure_4() -> Part:
-    return throughput_against_size("figure4", "Figure 4: without tensor parallelism, 128 GPUs")
 
 
 def figure_5() -> Part:
@@ -133,7 +123,7 @@ def figure_8() -> Part:
         Series("paper", names, printed, color="tab:gray", marks=paper_marks),
         Series("dry run", names, [r.tflops for r in found], marks=marks),
     ]
-    plot_bars(PAPER / "figure8.png", Labels(title, "model and configuration", "TFLOPs a GPU"), series)
+    plot_bars(("figure8", title, "model and configuration", "TFLOPs a GPU"), series)
     num_equal = sum(one == other for one, other in zip(marks, paper_marks, strict=True))
     status = f"{throughput_status(found)}; {num_equal} of {len(found)} rows agree on what is out of memory"
     return status, throughput_table(found)

@@ -36,7 +36,7 @@ def search_of(model: str, seq_length: int) -> Search:
     batch = {"train.micro_batch_size": 1, "train.global_batch_size": num_ranks, "model.seq_length": seq_length}
     words = [f"--{name}={str(value).lower()}" for name, value in (LAYOUT | batch).items()]
     settings = parse_settings(["--config", str(ROOT / f"configs/{model}.yaml"), *words], num_ranks)
-    return Search(settings, CLUSTER, MODELS[model])
+    return Search(settings, CLUSTER, num_ranks)
 
 
 def rows(model: str, seq_length: int) -> Iterator[list[str]]:

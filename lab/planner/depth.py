@@ -5,22 +5,17 @@ The memory and the time of a step are linear in the number of layers, because al
     depth 4  ----x
     depth 8  --------x          the line through both, at depth 212: --------------- ... -----x
 
-The extrapolation is off by up to one bucket: the last bucket is padded, and at small depths the reductions in flight
-do not fill their buffers yet.
-
-A dry run has at most three micro-batches: the first, the last, and one between them, which all others are like. They
-need no more memory than their tokens.
-
-Dry runs may be kept in files, whose names have the settings and the log of kernels. Delete them after any other change
-to the training step.
+It is off by up to one bucket: the last one is padded, and at small depths the reductions in flight do not fill their
+buffers yet. A dry run has at most three micro-batches: the first, the last, and one between them, which all others are
+like. Dry runs may be kept in files, whose names have the settings and the log of kernels. Delete them after any other
+change to the training step.
 """
 
 import gzip
 import hashlib
 import json
 import math
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -118,11 +113,9 @@ class ShallowRun:
         return cls(**(values | {"shape": MeshShape(**values["shape"]), "kernels": kernels, "events": events}))
 
     def as_json(self) -> dict[str, Any]:
-        kernels = [vars(one) | {"dtype": str(one.dtype)} for one in self.kernels]
+        """Return the fields for JSON, which writes data types by their names."""
         events = [{name: getattr(one, name) for name in EVENT_FIELDS} for one in self.events]
-        for event in events:
-            event["dtype"] = str(event["dtype"])
-        return vars(self) | {"shape": asdict(self.shape), "kernels": kernels, "events": events}
+        return vars(self) | {"shape": vars(self.shape), "kernels": list(map(vars, self.kernels)), "events": events}
 
 
 def _with_types(values: dict[str, Any], *tuples: str) -> dict[str, Any]:
@@ -141,11 +134,13 @@ def shallow_runs(settings: Settings, folder: Path | None = None) -> tuple[Shallo
     if path and path.exists():
         first, second = map(ShallowRun.parse, json.loads(gzip.decompress(path.read_bytes())))
         return first, second
-    first, second = map(partial(ShallowRun.of, num_left_out=_num_left_out(settings)), shallow_settings(settings))
+    num_left_out = _num_left_out(settings)
+    first, second = (ShallowRun.of(chosen, num_left_out) for chosen in shallow_settings(settings))
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch = path.with_suffix(".new")  # a run that ends meanwhile leaves no file that looks complete
-        scratch.write_bytes(gzip.compress(json.dumps([first.as_json(), second.as_json()]).encode(), 1))
+        text = json.dumps([first.as_json(), second.as_json()], default=str)
+        scratch.write_bytes(gzip.compress(text.encode(), 1))
         scratch.replace(path)
     return first, second
 
@@ -163,25 +158,25 @@ def shallow_settings(settings: Settings) -> list[Settings]:
 
 
 def _with_few_micro_batches(settings: Settings) -> Settings:
-    num_left_out, train = _num_left_out(settings), settings.train
-    if not num_left_out:
-        return settings
-    batch = train.global_batch_size - num_left_out * train.micro_batch_size * _num_batch_ranks(settings)
+    train, num_sequences = settings.train, _sequences_of_micro_batches(settings)
+    batch = train.global_batch_size - _num_left_out(settings) * num_sequences
     return replace(settings, train=replace(train, global_batch_size=batch))
 
 
 def _num_left_out(settings: Settings) -> int:
     """Return the number of micro-batches of a step that dry runs leave out."""
-    num_sequences = settings.train.micro_batch_size * _num_batch_ranks(settings)
-    if not num_sequences or settings.train.global_batch_size % num_sequences:
+    num_sequences, batch = _sequences_of_micro_batches(settings), settings.train.global_batch_size
+    if not num_sequences or batch % num_sequences:
         return 0  # refused by the dry run, with these numbers
-    num_recorded = num_alike(settings, _num_batch_ranks(settings))
-    return max(0, settings.train.global_batch_size // num_sequences - num_recorded)
+    num_recorded = num_alike(settings, num_sequences // settings.train.micro_batch_size)
+    return max(0, batch // num_sequences - num_recorded)
 
 
-def _num_batch_ranks(settings: Settings) -> int:
+def _sequences_of_micro_batches(settings: Settings) -> int:
+    """Return the number of sequences in one micro-batch of all ranks."""
     assert settings.dry_run.world_size is not None
-    return settings.dry_run.world_size // (settings.parallel.tensor_size * settings.parallel.context_size)
+    num_sharing = settings.parallel.tensor_size * settings.parallel.context_size
+    return settings.dry_run.world_size // num_sharing * settings.train.micro_batch_size
 
 
 def _with_bucket_numel(settings: Settings) -> Settings:
@@ -200,8 +195,7 @@ def extrapolate(
     runs: tuple[ShallowRun, ShallowRun], cluster: ClusterSpec, audit_share: float = 0.0
 ) -> DepthExtrapolation:
     """Return the extrapolation from two dry runs, whose time is projected on the cluster, with that of audits."""
-    first, second = (estimate(run, cluster) for run in runs)
-    first, second = (replace(found, seconds=found.seconds * (1 + audit_share)) for found in (first, second))
+    first, second = (estimate(run, cluster, audit_share) for run in runs)
     return DepthExtrapolation((runs[0].num_layers, runs[1].num_layers), (first, second))
 
 
@@ -223,8 +217,7 @@ def planned_estimate(settings: Settings, cluster: ClusterSpec, audit_share: floa
             run = within((run.planned_bytes - excess) / 1e9)
         except ConfigError:  # it is less than the least possible
             break
-    found = estimate(run, cluster)
-    return replace(found, seconds=found.seconds * (1 + audit_share), budget_gb=given or run.planned_bytes / 1e9)
+    return replace(estimate(run, cluster, audit_share), budget_gb=given or run.planned_bytes / 1e9)
 
 
 def planned_settings(settings: Settings, cluster: ClusterSpec, budget_gb: float) -> Settings:
@@ -234,8 +227,8 @@ def planned_settings(settings: Settings, cluster: ClusterSpec, budget_gb: float)
     return replace(settings, activations=replace(settings.activations, budget_gb=budget_gb, hardware=hardware))
 
 
-def estimate(run: ShallowRun, cluster: ClusterSpec) -> Estimate:
-    """Return the memory that was recorded, and the time that a step is projected to take on the cluster."""
+def estimate(run: ShallowRun, cluster: ClusterSpec, audit_share: float = 0.0) -> Estimate:
+    """Return the memory that was recorded, and the time that a step, with audits, is projected to take."""
     timeline = project(run.kernels, run.events, cluster, run.shape)
     seconds = timeline.seconds + run.num_left_out * timeline.micro_batch_seconds
-    return Estimate(run.num_parameters, run.device_peak_bytes, run.host_peak_bytes, seconds)
+    return Estimate(run.num_parameters, run.device_peak_bytes, run.host_peak_bytes, seconds * (1 + audit_share))

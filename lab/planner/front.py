@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,18 +15,22 @@ from lab.measure.cluster import ClusterSpec
 from lab.pages.plots import BESIDE, plot
 from lab.planner.depth import Estimate
 from lab.planner.layouts import CandidateLayout, Prediction
+from lab.planner.search import Search
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A layout on a number of nodes, which fits in a dry run, and what its whole run takes."""
+    """A layout of one of the searches, each on a number of nodes, which fits in a dry run."""
 
-    num_nodes: int
+    search: Search
     layout: CandidateLayout
     estimate: Estimate
-    cost: RunCost
+
+    @cached_property
+    def cost(self) -> RunCost:
+        return self.search.cost(self.estimate)
 
     @property
     def memory_gb(self) -> float:
@@ -73,15 +78,15 @@ def front_table(choices: Sequence[Choice], cluster: ClusterSpec) -> Table:
     for one in choices:
         dollars = [f"{one.cost.dollars:,.0f}"] if one.cost.dollars is not None else []
         figures = f"{one.memory_gb:.1f}", duration(one.cost.seconds), f"{one.cost.gpu_hours:,.0f}", *dollars
-        table.add_row(str(one.num_nodes), str(one.layout), *figures)
+        table.add_row(str(one.search.num_nodes), str(one.layout), *figures)
     return table
 
 
 def plot_front(choices: Sequence[Choice], chosen: Sequence[Choice], path: Path, cluster: ClusterSpec) -> None:
     """Plot the time of a run over the memory of a GPU, a color for each number of nodes; those chosen are a line."""
     with plot(path) as (axes,):
-        for num_nodes in sorted({one.num_nodes for one in choices}):
-            points = [(one.memory_gb, one.days) for one in choices if one.num_nodes == num_nodes]
+        for num_nodes in sorted({one.search.num_nodes for one in choices}):
+            points = [(one.memory_gb, one.days) for one in choices if one.search.num_nodes == num_nodes]
             axes.scatter(*zip(*points, strict=True), label=f"{num_nodes} nodes", alpha=0.6)
         for one in chosen:
             axes.scatter(one.memory_gb, one.days, s=90, facecolors="none", edgecolors="black")

@@ -16,7 +16,7 @@ from lab.measure.cluster import ClusterSpec
 from parallel.comm_log import CommLog
 from parallel.errors import ConfigError
 from parallel.mesh import HALF_TYPES, Axis
-from zero.activations.choice import Hardware, Workload, exposed_seconds, model_parallel_volume, stored_bytes
+from zero.activations.choice import Hardware, Workload, bytes_on_device, exposed_seconds, model_parallel_volume
 from zero.activations.stores import STORES, StoreName
 from zero.formulas import memory
 from zero.formulas.memory import ModelStates, PlacedStates
@@ -86,12 +86,16 @@ class CandidateLayout:
     @property
     def division(self) -> str:
         """All but the micro-batch, in words."""
-        parts = [f"tensor {self.tensor_size}", f"stage {self.stage}"]
-        parts += [f"groups of {self.shard_size}"] if self.shard_size else []
-        parts += ["optimizer over all"] if self.optimizer_over == "all" else []
-        parts += [self.store]
-        parts += ["local"] if self.accumulate == "local" else []
-        return ", ".join([*parts, *(["offload"] if self.offload == "host" else [])])
+        parts = {
+            f"tensor {self.tensor_size}": True,
+            f"stage {self.stage}": True,
+            f"groups of {self.shard_size}": self.shard_size,
+            "optimizer over all": self.optimizer_over == "all",
+            self.store: True,
+            "local": self.accumulate == "local",
+            "offload": self.offload == "host",
+        }
+        return ", ".join(part for part, applies in parts.items() if applies)
 
 
 def value_of(settings: Settings, name: str) -> Any:
@@ -130,17 +134,19 @@ def predict(layout: CandidateLayout, settings: Settings, cluster: ClusterSpec, w
     It is None too for a layout that settings refuse, for a single group, and for local accumulation of a single
     micro-batch, which is nothing.
     """
-    model, train = settings.model, settings.train
+    train, context_size = settings.train, settings.parallel.context_size
     data_size, uneven = divmod(world_size, layout.tensor_size)
-    num_batch_ranks, uneven_context = divmod(data_size, settings.parallel.context_size)
+    num_batch_ranks, uneven_context = divmod(data_size, context_size)
     num_micro_batches, rest = divmod(train.global_batch_size, layout.micro_batch_size * max(1, num_batch_ranks))
-    is_divisible = divides(model, Axis("tensor", layout.tensor_size, 0, CommLog()))
-    is_same_as_reduce = layout.accumulate == "local" and num_micro_batches == 1
-    if uneven or uneven_context or rest or not num_micro_batches or not is_divisible or is_same_as_reduce:
+    if uneven or uneven_context or rest or not num_micro_batches:
+        return None
+    if not divides(settings.model, Axis("tensor", layout.tensor_size, 0, CommLog())):
+        return None
+    if layout.accumulate == "local" and num_micro_batches == 1:
         return None
     group_size = layout.shard_size or data_size
     is_one_group = layout.shard_size is not None and group_size >= data_size
-    if is_one_group or data_size % group_size or group_size % settings.parallel.context_size:
+    if is_one_group or data_size % group_size or group_size % context_size:
         return None
     try:
         settings = layout.applied_to(settings).with_gradient_types(data_size)
@@ -148,18 +154,15 @@ def predict(layout: CandidateLayout, settings: Settings, cluster: ClusterSpec, w
         return None
     if layout.store == "planned":
         return _predict_planned(layout, settings, cluster, world_size)
-    work = planned_workload(settings, data_size)
-    checkpoints_on_host = 0.0
-    if layout.store == "partition_host":
-        checkpoints_on_host = work.checkpoint_bytes / layout.tensor_size * work.b
-    states_on_host = model_states(settings, data_size).host
+    work, on_host = planned_workload(settings, data_size), model_states(settings, data_size).host
+    checkpoints_on_host = work.checkpoint_bytes * work.b / layout.tensor_size * (layout.store == "partition_host")
     most, least = step_seconds(work, settings, cluster, world_size)
-    offloading = offload_seconds(states_on_host, train.dtype.itemsize, num_micro_batches, cluster)
+    offloading = offload_seconds(on_host, train.dtype.itemsize, num_micro_batches, cluster)
     with_audits = 1 + settings.audit_share(world_size)
     return Prediction(
         layout,
         work.state_bytes + activation_bytes(work, settings) * work.b,
-        (checkpoints_on_host + states_on_host.total) * cluster.gpus_per_node,
+        (checkpoints_on_host + on_host.total) * cluster.gpus_per_node,
         (most + offloading) * with_audits,
         num_micro_batches,
         (least + offloading) * with_audits,
@@ -182,12 +185,8 @@ def _predict_planned(
     device_bytes = min(none.device_bytes, max(keep.device_bytes, cluster.usable_gpu_bytes))
     saved = none.device_bytes - keep.device_bytes
     share = (none.device_bytes - device_bytes) / saved if saved > 0 else 0.0
-    return replace(
-        none,
-        layout=layout,
-        device_bytes=device_bytes,
-        seconds=none.seconds + share * (keep.seconds - none.seconds),
-    )
+    seconds = none.seconds + share * (keep.seconds - none.seconds)
+    return replace(none, layout=layout, device_bytes=device_bytes, seconds=seconds)
 
 
 def hardware_of(cluster: ClusterSpec) -> Hardware:
@@ -253,7 +252,7 @@ def activation_bytes(work: Workload, settings: Settings) -> float:
     if settings.activations.recomputes != "attention" and model.attention == "math":
         kept += (3 if model.dropout else 1) * model.num_heads * work.s
     num_kept = work.L if store not in STORES else min(work.k, work.L)
-    stored = stored_bytes(work, store) if store in STORES else 0.0
+    stored = bytes_on_device(work, store) if store in STORES else 0.0
     elements = kept * num_kept + 4 * work.h + 2 * work.vocab_size
     mask = settings.data.mask_documents and not suits_kernel(
         model.attention, model.head_size, model.dropout, settings.train.dtype
@@ -292,12 +291,10 @@ def step_seconds(work: Workload, settings: Settings, cluster: ClusterSpec, world
     once, twice = (data_seconds(settings, cluster, data_size, number) for number in (1, 2))
     sending = twice - once  # in each further micro-batch
     hardware = replace(hardware_of(cluster), tflops=flops_per_second / 1e12)
-    tensor_bytes = 0.0
-    if tensor_size > 1:  # two all-reduces each in forward, backward, and recomputation of whole blocks
-        of_three = 3 if recomputes == "blocks" else 2
-        tensor_bytes = model_parallel_volume(work.b, work.s, work.h, work.L) * work.itemsize * of_three / 3
+    of_three = 3 if recomputes == "blocks" else 2  # two all-reduces each in forward, backward, and recomputation
+    tensor_bytes = model_parallel_volume(work.b, work.s, work.h, work.L) * work.itemsize * of_three / 3
     communicated = store if store in STORES else "keep"  # without checkpoints, none are communicated
-    others = tensor_bytes / (cluster.intra_node_gb_per_second * 1e9)
+    others = tensor_bytes * (tensor_size > 1) / (cluster.intra_node_gb_per_second * 1e9)
     others += work.b * exposed_seconds(replace(work, data_bytes=0.0), communicated, work.b, hardware)
     num_further = settings.train.num_micro_batches(data_size // settings.parallel.context_size) - 1
     all_others = (num_further + 1) * others
@@ -308,25 +305,22 @@ def step_seconds(work: Workload, settings: Settings, cluster: ClusterSpec, world
 
 def data_seconds(settings: Settings, cluster: ClusterSpec, data_size: int, num_micro_batches: int) -> float:
     """Return the time of a step's traffic along the data axis, inside groups and then between them."""
-    tensor_size = settings.parallel.tensor_size
-    sizes = axis_sizes(settings.zero.policy, data_size, settings.parallel.shard_size)
+    tensor_size, policy = settings.parallel.tensor_size, settings.zero.policy
+    sizes = axis_sizes(policy, data_size, settings.parallel.shard_size)
     shape = MeshShape(data_size, tensor_size, sizes[0])
     inner, outer = (
         group_along(axis, size, cluster, shape) for axis, size in zip(("shard", "replica"), sizes, strict=True)
     )
     inside, between = sent_bytes(settings, data_size, num_micro_batches)
     seconds = inside / inner.bytes_per_second + between / outer.bytes_per_second
-    if settings.zero.policy.adds_leaves:  # by an all-to-all inside a group
+    if policy.adds_leaves:  # by an all-to-all inside a group
         exchange = group_along("shard", sizes[0], cluster, shape, is_exchange=True)
-        reduced = inside - gathered_bytes(settings, sizes, num_micro_batches)
-        seconds += reduced * (exchange.exchange_factor / exchange.bytes_per_second - 1 / inner.bytes_per_second)
+        num_bytes = parameters_of_rank(settings.model, tensor_size) * settings.train.dtype.itemsize
+        gathered, _ = axis_bytes(policy, num_bytes, sizes, num_micro_batches, gradient_bytes=(0.0, 0.0))
+        seconds += (inside - gathered) * (
+            exchange.exchange_factor / exchange.bytes_per_second - 1 / inner.bytes_per_second
+        )
     return seconds
-
-
-def gathered_bytes(settings: Settings, sizes: tuple[int, int], num_micro_batches: int) -> float:
-    """Return the bytes of parameters that a rank sends inside its group in a step."""
-    num_bytes = parameters_of_rank(settings.model, settings.parallel.tensor_size) * settings.train.dtype.itemsize
-    return axis_bytes(settings.zero.policy, num_bytes, sizes, num_micro_batches, gradient_bytes=(0.0, 0.0))[0]
 
 
 def candidate_layouts(gpus_per_node: int, settings: Settings, fixed: Collection[str] = ()) -> Iterator[CandidateLayout]:
@@ -345,26 +339,26 @@ def candidate_layouts(gpus_per_node: int, settings: Settings, fixed: Collection[
     stores_of_search: list[Store] = ["none", "selective", *STORES]
     if settings.activations.store == "planned":  # else not, because it takes several dry runs of the full depth
         stores_of_search.append("planned")
-    for tensor_size in values("parallel.tensor_size", tensor_sizes(gpus_per_node)):
+    division_names = "zero.accumulate", "parallel.shard_size", "zero.optimizer_over"
+    tensors = values("parallel.tensor_size", tensor_sizes(gpus_per_node))
+    for tensor_size, stage in product(tensors, values("zero.stage", STAGES)):
         possible = (one for one in stores_of_search if one != "partition" or tensor_size > 1)
         stores = values("activations.store", possible)
-        for stage in values("zero.stage", STAGES):
-            # Left out: stage 2 that accumulates locally, which is stage 1, and groups that accumulate locally, since
-            # reductions inside a node are fast.
-            policy = STAGES[stage]
-            is_stage = replace(policy, gradients=Division.NONE) in STAGES.values()
-            sums: tuple[Accumulate, ...] = ("reduce",) if is_stage else get_args(Accumulate)
-            divisions: list[tuple] = [(accumulate, None, "group") for accumulate in sums]
-            node_size = gpus_per_node // tensor_size
-            if policy.gradients is not Division.NONE and node_size > 1:
-                divisions += [("reduce", node_size, over) for over in get_args(OptimizerOver)]
-            names = "zero.accumulate", "parallel.shard_size", "zero.optimizer_over"
-            kept = dict.fromkeys(
-                tuple(values(name, [value])[0] for name, value in zip(names, division, strict=True))
-                for division in divisions
-            )
-            for store, mode, division, micro_batch in product(stores, modes, kept, micro_batches):
-                yield CandidateLayout(tensor_size, stage, store, micro_batch, mode, *division)
+        # Left out: stage 2 that accumulates locally, which is stage 1, and groups that accumulate locally, since
+        # reductions inside a node are fast.
+        policy = STAGES[stage]
+        is_stage = replace(policy, gradients=Division.NONE) in STAGES.values()
+        sums: tuple[Accumulate, ...] = ("reduce",) if is_stage else get_args(Accumulate)
+        divisions: list[tuple] = [(accumulate, None, "group") for accumulate in sums]
+        node_size = gpus_per_node // tensor_size
+        if policy.gradients is not Division.NONE and node_size > 1:
+            divisions += [("reduce", node_size, over) for over in get_args(OptimizerOver)]
+        kept = dict.fromkeys(
+            tuple(values(name, [value])[0] for name, value in zip(division_names, division, strict=True))
+            for division in divisions
+        )
+        for store, mode, division, micro_batch in product(stores, modes, kept, micro_batches):
+            yield CandidateLayout(tensor_size, stage, store, micro_batch, mode, *division)
 
 
 def tensor_sizes(gpus_per_node: int) -> list[int]:

@@ -4,9 +4,7 @@
     python -m lab.planner.plan --cluster configs/clusters/dgx-2.yaml --nodes 8 16 25 --config FILE --front PLOT.png
 
 Settings of the layout that are given, as options or in FILE, are kept; --free names those that are searched all the
-same. Closed forms rank all other layouts, once as if computation hid no traffic of the data axis, and once as if it hid
-all that it can; the best few of both orders are then verified by dry runs at two shallow depths. Of those whose times
-differ by less than the error of the projection, the simplest one wins.
+same. docs/dry_run.md describes the search.
 """
 
 import argparse
@@ -27,9 +25,7 @@ from gpt.settings.parser import given_settings, parse_settings
 from gpt.settings.schedule import consumed_samples_after
 from gpt.settings.settings import Settings
 from lab.dryrun.collectives import right_aligned
-from lab.dryrun.run_cost import RunCost
 from lab.measure.cluster import ClusterSpec
-from lab.planner.closed_forms import Plan, deepest_models
 from lab.planner.depth import Estimate
 from lab.planner.front import Choice, front, front_table, plot_front, spread
 from lab.planner.layouts import FIELDS, CandidateLayout, with_values
@@ -42,17 +38,7 @@ from lab.planner.plan_report import (
     verified_table,
 )
 from lab.planner.remedies import remedies
-from lab.planner.search import (
-    DEFAULT_TO_VERIFY,
-    Search,
-    choose,
-    error_of,
-    estimate_fits,
-    extrapolate_layout,
-    show_progress,
-    verify,
-    verify_simpler,
-)
+from lab.planner.search import DEFAULT_TO_VERIFY, DoesNotFit, Plan, Search, show_progress
 from parallel.errors import ConfigError, exit_on_config_error
 
 
@@ -76,16 +62,16 @@ def main(arguments: list[str]) -> None:
     if "offload.mode" in (own.free or ()):
         settings = with_values(settings, {"offload.mode": "auto"})
     settings = replace(settings, dry_run=replace(settings.dry_run, cluster=own.cluster))
-    search = Search(settings, cluster, own.nodes[0], tuple(origins), own.verify)
+    search = Search(settings, cluster, num_ranks, tuple(origins), own.verify)
     for line in constraint_lines(settings, origins):
         console.print(line)
     if own.front:
-        num_nodes, chosen = report_front(search, own.nodes, Path(own.front), console)
+        search, chosen = report_front(search, own.nodes, Path(own.front), console)
     else:
-        num_nodes, chosen = own.nodes[0], (report_largest if own.largest else report_plan)(search, console)
+        chosen = (report_largest if own.largest else report_plan)(search, console)
     path = Path(own.output or f"{settings.run.dir}/plan.yaml")
     write_settings(chosen, path)
-    for line in launch_lines(num_nodes, cluster.gpus_per_node, path):
+    for line in launch_lines(search, path):
         console.print(line)
 
 
@@ -153,36 +139,38 @@ def report_plan(search: Search, console: Console) -> Settings:
             f"none of the best layouts fits in a dry run; raise --verify={search.num_to_verify}, or "
             f"{search.verified_remedies(smallest)}"
         )
-    best, tied = choose(fitting, error_of(search.cluster))
-    for line in chosen_lines(best, fitting, tied, search):
+    for line in chosen_lines(fitting, search):
         console.print(line)
+    best, _ = search.choose(fitting)
     return search.settings_of(best, fitting[best])
 
 
 def plan_and_verify(search: Search, console: Console) -> tuple[Plan, dict[CandidateLayout, Estimate]]:
     """Print the layouts for a world, and return the plan and what fits of it, as dry runs estimate it."""
-    cluster = search.cluster
     show_progress(f"computing the memory and time of all layouts on {search.world_size} GPUs by closed forms")
-    plan = search.plan()
-    verified = verify(plan, search.estimate, cluster, search.num_to_verify)
-    verify_simpler(plan, verified, search)
+    try:
+        plan = search.plan()
+    except DoesNotFit as error:
+        raise ConfigError(f"{error}; {search.verified_remedies(error.smallest.layout)}") from error
+    verified = search.verify(plan)
+    search.verify_simpler(plan, verified)
     print_table(console, verified_table(verified, search))
     if others := [found for found in plan.fitting if found.layout not in verified]:
         print_table(console, closed_form_table(others))
     for found in plan.too_large:
-        remedy = remedies(found.layout, search.settings, cluster, search.num_nodes)
-        console.print(too_large_line(found, cluster, [str(one) for one in remedy]))
-    return plan, {layout: found for layout, found in verified.items() if estimate_fits(found, cluster)}
+        remedy = remedies(found.layout, search.settings, search.cluster, search.num_nodes)
+        console.print(too_large_line(found, search.cluster, remedy))
+    return plan, search.fitting(verified)
 
 
-def report_front(search: Search, nodes: Collection[int], plot: Path, console: Console) -> tuple[int, Settings]:
+def report_front(search: Search, nodes: Collection[int], plot: Path, console: Console) -> tuple[Search, Settings]:
     """Print the layouts for each number of nodes, and print and plot the front of all.
 
-    Return the number of nodes and the settings of the fastest. Numbers of nodes on which none fits are passed over.
+    Return the search and the settings of the fastest. Numbers of nodes on which none fits are passed over.
     """
     choices: list[Choice] = []
     for num_nodes in nodes:
-        own = replace(search, num_nodes=num_nodes)
+        own = replace(search, world_size=num_nodes * search.cluster.gpus_per_node)
         try:
             plan, found = plan_and_verify(own, console)
         except ConfigError as error:
@@ -192,11 +180,7 @@ def report_front(search: Search, nodes: Collection[int], plot: Path, console: Co
             if layout not in found:
                 show_progress(f"dry run of a layout that saves memory: {layout}")
                 found[layout] = own.estimate(layout)
-        choices += [
-            Choice(num_nodes, layout, estimate, RunCost.of(own.settings, estimate.seconds, own.world_size, own.cluster))
-            for layout, estimate in found.items()
-            if estimate_fits(estimate, own.cluster)
-        ]
+        choices += [Choice(own, layout, estimate) for layout, estimate in own.fitting(found).items()]
     if not choices:
         raise ConfigError(f"no layout fits on --nodes={nodes}; use more nodes or a smaller model")
     chosen = front(choices, lambda one: one.figures)
@@ -207,20 +191,19 @@ def report_front(search: Search, nodes: Collection[int], plot: Path, console: Co
     except OSError as error:
         raise ConfigError(f"--front={plot} cannot be written ({error.strerror}); choose another file") from error
     console.print(f"the plot is {plot}")
-    return chosen[0].num_nodes, search.settings_of(chosen[0].layout, chosen[0].estimate)
+    return chosen[0].search, search.settings_of(chosen[0].layout, chosen[0].estimate)
 
 
 def report_largest(search: Search, console: Console) -> Settings:
     """Print how deep the model can be with the best layouts, and return the settings of the deepest by dry run."""
-    model, cluster = search.settings.model, search.cluster
+    cluster, of_size = search.cluster, f"layers of hidden size {search.settings.model.hidden_size}"
     columns = right_aligned("closed forms", "dry run", "parameters", "GB")
-    table = Table("layout", *columns, title=f"The most layers of hidden size {model.hidden_size}", title_justify="left")
+    table = Table("layout", *columns, title=f"The most {of_size}", title_justify="left")
     max_layers: dict[CandidateLayout, int] = {}
     show_progress("computing the largest models of all layouts by closed forms")
-    deepest = deepest_models(search.settings, cluster, search.world_size, search.fixed)
-    for predicted, layout in deepest[: search.num_to_verify]:
+    for predicted, layout in search.deepest_models()[: search.num_to_verify]:
         show_progress(f"dry run {len(max_layers) + 1} of {search.num_to_verify}: {layout}")
-        extrapolation = extrapolate_layout(layout, search.settings, cluster, search.world_size)
+        extrapolation = search.extrapolate(layout)
         host_bytes = cluster.host_memory_gb * 1e9 / cluster.gpus_per_node
         max_layers[layout] = extrapolation.max_layers(cluster.usable_gpu_bytes, host_bytes)
         estimate = extrapolation.at(max_layers[layout])
@@ -228,9 +211,8 @@ def report_largest(search: Search, console: Console) -> Settings:
         table.add_row(str(layout), str(predicted), str(max_layers[layout]), *figures)
     print_table(console, table)
     best = max(max_layers, key=lambda layout: max_layers[layout])
-    console.print(f"{max_layers[best]} layers of hidden size {model.hidden_size} are the most that fit, by dry run")
-    deep = replace(search.settings, model=replace(model, num_layers=max_layers[best]))
-    return best.applied_to(deep)
+    console.print(f"{max_layers[best]} {of_size} are the most that fit, by dry run")
+    return best.applied_to(search.with_depth(max_layers[best]).settings)
 
 
 if __name__ == "__main__":

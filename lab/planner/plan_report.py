@@ -1,18 +1,18 @@
 """The tables and lines that the planner prints."""
 
 import shlex
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rich.table import Column, Table
 
 from gpt.settings.settings import Settings
 from lab.dryrun.collectives import right_aligned
-from lab.dryrun.run_cost import RunCost
 from lab.measure.cluster import ClusterSpec
 from lab.planner.depth import Estimate
 from lab.planner.layouts import FIELDS, CandidateLayout, Prediction, value_of
-from lab.planner.search import Search, choose, error_of, estimate_fits
+from lab.planner.remedies import Remedy
+from lab.planner.search import Search
 from parallel.fields import shown
 
 NUM_SHOWN = 6  # layouts of closed forms
@@ -32,23 +32,16 @@ def constraint_lines(settings: Settings, fixed: Mapping[str, str]) -> Iterator[s
 
 def verified_table(verified: Mapping[CandidateLayout, Estimate], search: Search) -> Table:
     """Return a table of the layouts that dry runs have estimated, the fastest first; what does not fit is last."""
-    cluster = search.cluster
-    fitting = {layout: found for layout, found in verified.items() if estimate_fits(found, cluster)}
-    best, tied = choose(fitting, error_of(cluster)) if fitting else (None, [])
+    fitting = search.fitting(verified)
+    best, tied = search.choose(fitting) if fitting else (None, [])
     columns = Column("layout", max_width=30), *right_aligned("micro-\nbatches", "GB", "seconds", "MFU"), Column("")
-    title = f"Layouts by the time of a step, by dry runs{cluster.remark}"
+    title = f"Layouts by the time of a step, by dry runs{search.cluster.remark}"
     table = Table(*columns, title=title, title_justify="left")
     for layout, found in sorted(verified.items(), key=lambda item: (item[0] not in fitting, item[1].seconds)):
         remark = "chosen" if layout == best else "tie" if layout in tied else "" if layout in fitting else "too much"
-        num_micro_batches = search.num_micro_batches(layout)
-        table.add_row(
-            layout.division,
-            f"{num_micro_batches} of {layout.micro_batch_size}",
-            f"{found.device_peak_bytes / 1e9:.1f}",
-            _seconds(found.seconds),
-            f"{search.mfu(found):.1%}",
-            remark,
-        )
+        micro_batches = f"{search.num_micro_batches(layout)} of {layout.micro_batch_size}"
+        figures = f"{found.device_peak_bytes / 1e9:.1f}", _seconds(found.seconds), f"{search.mfu(found):.1%}"
+        table.add_row(layout.division, micro_batches, *figures, remark)
     return table
 
 
@@ -64,28 +57,22 @@ def closed_form_table(others: Sequence[Prediction]) -> Table:
     return table
 
 
-def chosen_lines(
-    best: CandidateLayout,
-    fitting: Mapping[CandidateLayout, Estimate],
-    tied: Collection[CandidateLayout],
-    search: Search,
-) -> Iterator[str]:
+def chosen_lines(fitting: Mapping[CandidateLayout, Estimate], search: Search) -> Iterator[str]:
     """Yield lines with the layout that the planner recommends, why, and the figures of its dry run."""
-    cluster, settings, found, error = search.cluster, search.settings, fitting[best], error_of(search.cluster)
+    best, tied = search.choose(fitting)
+    cluster, settings, found = search.cluster, search.settings, fitting[best]
     yield f"chosen: {best}"
     if len(tied) > 1:
-        fastest = next(iter(tied))
         stated = "error of the projection" if cluster.median_error is not None else "assumed error of the projection"
         yield (
-            f"a tie: {len(tied)} layouts are within the {stated}, {error:.0%}, of the fastest ({fastest}, "
-            f"{_seconds(fitting[fastest].seconds)} s); the simplest wins: fewer divided or offloaded states, then a "
+            f"a tie: {len(tied)} layouts are within the {stated}, {search.error:.0%}, of the fastest ({tied[0]}, "
+            f"{_seconds(fitting[tied[0]].seconds)} s); the simplest wins: fewer divided or offloaded states, then a "
             "smaller tensor size, then more room"
         )
-    gigabytes = found.device_peak_bytes / 1e9
     yield (
-        f"{gigabytes:.1f} GB at the peak, {gigabytes * 1e9 / cluster.gpu_memory_bytes:.0%} of a GPU's "
-        f"{cluster.gpu_memory_bytes / 1e9:.1f} GB, of which {cluster.usable_gpu_bytes / 1e9:.1f} may be used: "
-        f"--reserved_gb={cluster.reserved_gb:.2g} is left free for CUDA, NCCL and gaps of the allocator"
+        f"{found.device_peak_bytes / 1e9:.1f} GB at the peak, {found.device_peak_bytes / cluster.gpu_memory_bytes:.0%} "
+        f"of a GPU's {cluster.gpu_memory_bytes / 1e9:.1f} GB, of which {cluster.usable_gpu_bytes / 1e9:.1f} may be "
+        f"used: --reserved_gb={cluster.reserved_gb:.2g} is left free for CUDA, NCCL and gaps of the allocator"
     )
     if found.budget_gb:
         yield f"of these blocks allocate {found.budget_gb:.4g} GB by their plan: activations.budget_gb"
@@ -96,12 +83,12 @@ def chosen_lines(
     )
     if settings.data.mask_documents:
         yield "documents are kept apart: time and MFU are those of one document a sequence, which takes the most time"
-    cost = RunCost.of(settings, found.seconds, search.world_size, cluster)
-    yield f"the whole run: {cost}{cluster.remark}"
+    yield f"the whole run: {search.cost(found)}{cluster.remark}"
 
 
-def launch_lines(num_nodes: int, gpus_per_node: int, path: Path) -> Iterator[str]:
+def launch_lines(search: Search, path: Path) -> Iterator[str]:
     """Yield the commands that start a run with the settings in a file."""
+    num_nodes, gpus_per_node = search.num_nodes, search.cluster.gpus_per_node
     config = f"--config {shlex.quote(str(path))}"
     launch = f"NNODES={num_nodes} RDZV=HOST:29500 RANKS_PER_NODE={gpus_per_node} scripts/launch/torchrun.sh"
     gpus = "" if gpus_per_node == 8 else f" --gpus-per-node={gpus_per_node}"
@@ -115,10 +102,10 @@ def _seconds(number: float) -> str:
     return f"{number:,.0f}" if number >= 100 else f"{number:#.3g}"
 
 
-def too_large_line(found: Prediction, cluster: ClusterSpec, remedies: Sequence[str]) -> str:
+def too_large_line(found: Prediction, cluster: ClusterSpec, remedies: Sequence[Remedy]) -> str:
     """Return a line that says by how much a layout exceeds the memory, and what makes it fit."""
     on_device = (found.device_bytes - cluster.usable_gpu_bytes) / 1e9
     on_host = found.host_bytes / 1e9 - cluster.host_memory_gb
     reason = f"{on_device:.1f} GB too much on a GPU" if on_device > 0 else f"{on_host:.0f} GB too much on a host"
-    remedy = f"; it fits with {' or '.join(remedies[:MAX_REMEDIES])}" if remedies else ""
+    remedy = f"; it fits with {' or '.join(map(str, remedies[:MAX_REMEDIES]))}" if remedies else ""
     return f"does not fit: {found.layout}: {reason}{remedy}"

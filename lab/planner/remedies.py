@@ -1,8 +1,8 @@
 """Changes that make a layout fit: one setting, or more nodes; or two of these, if none is enough."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import combinations, product
+from itertools import combinations, islice, product
 from typing import Any
 
 from gpt.settings.settings import Settings
@@ -37,33 +37,37 @@ def remedies(layout: CandidateLayout, settings: Settings, cluster: ClusterSpec, 
     If there is none, return the pairs of settings that can.
     """
     base = layout.applied_to(settings)
-    values = dict(_values(base, cluster, num_nodes))
+    values = _values(base, cluster, num_nodes)
     for number in (1, 2):
-        found = (_first_that_fits(names, values, base, cluster, num_nodes) for names in combinations(values, number))
-        if fitting := [remedy for remedy in found if remedy is not None]:
-            return fitting
+        found: list[Remedy] = []
+        for names in combinations(values, number):
+            choices = (dict(zip(names, chosen, strict=True)) for chosen in product(*(values[name] for name in names)))
+            found += islice(_that_fit(choices, base, cluster, num_nodes), 1)
+        if found:
+            return found
     return []
 
 
-def _values(settings: Settings, cluster: ClusterSpec, num_nodes: int) -> Iterator[tuple[str, list[Any]]]:
-    """Yield (name, values that need less memory than the present one, from the nearest) of what may be changed."""
-    yield "offload.mode", ["host"]
+def _values(settings: Settings, cluster: ClusterSpec, num_nodes: int) -> dict[str, list[Any]]:
+    """Return, of what may be changed, the values that need less memory than the present one, from the nearest."""
     sizes = tensor_sizes(cluster.gpus_per_node)
-    yield "parallel.tensor_size", [size for size in sizes if size > settings.parallel.tensor_size]
-    yield "zero.stage", [stage for stage in STAGES if stage > settings.zero.stage]
-    yield "activations.store", ["selective", "keep"]
-    yield "train.micro_batch_size", list(range(settings.train.micro_batch_size - 1, 0, -1))
-    yield "parallel.sequence_parallel", [True]
-    yield "parallel.context_size", list(CONTEXT_SIZES)
-    yield NODES, [num_nodes * 2**n for n in range(1, MAX_FACTOR.bit_length())]
+    return {
+        "offload.mode": ["host"],
+        "parallel.tensor_size": [size for size in sizes if size > settings.parallel.tensor_size],
+        "zero.stage": [stage for stage in STAGES if stage > settings.zero.stage],
+        "activations.store": ["selective", "keep"],
+        "train.micro_batch_size": list(range(settings.train.micro_batch_size - 1, 0, -1)),
+        "parallel.sequence_parallel": [True],
+        "parallel.context_size": list(CONTEXT_SIZES),
+        NODES: [num_nodes * 2**n for n in range(1, MAX_FACTOR.bit_length())],
+    }
 
 
-def _first_that_fits(
-    names: tuple[str, ...], values: dict[str, list[Any]], base: Settings, cluster: ClusterSpec, num_nodes: int
-) -> Remedy | None:
-    """Return the first values of some settings, and of NODES, with which the layout of `base` fits."""
-    for chosen in product(*(values[name] for name in names)):
-        changes = dict(zip(names, chosen, strict=True))
+def _that_fit(
+    choices: Iterable[dict[str, Any]], base: Settings, cluster: ClusterSpec, num_nodes: int
+) -> Iterator[Remedy]:
+    """Yield the changes of settings, and of NODES, with which the layout of `base` fits."""
+    for changes in choices:
         own = {name: value for name, value in changes.items() if name != NODES}
         if any(value_of(base, name) == value for name, value in own.items()):
             continue
@@ -74,5 +78,4 @@ def _first_that_fits(
         nodes = changes.get(NODES, num_nodes)
         found = predict(CandidateLayout.of(changed), changed, cluster, nodes * cluster.gpus_per_node)
         if found is not None and fits(found, cluster):
-            return Remedy(changes, changed, nodes)
-    return None
+            yield Remedy(changes, changed, nodes)

@@ -5,45 +5,17 @@
 Dry runs are kept in runs/published: the first time takes half an hour, later ones some minutes.
 """
 
-import statistics
 from collections.abc import Sequence
 
 from lab.measure.fit import Constants
 from lab.pages.markdown import table, with_blocks
 from lab.published.calibrate import CALIBRATED, LATE_FITS, calibrated
 from lab.published.predict import NUM_JOBS, record_all
-from lab.published.predictions import Prediction, predict
-from lab.published.reproduce import (
-    constants_lines,
-    errors,
-    largest_of,
-    median_abs,
-    predictions_with,
-    row_lines,
-)
+from lab.published.predictions import Prediction
+from lab.published.reproduce import constants_lines, error_lines, row_lines, variants_of
 from lab.published.rows import LATE_ROWS, ROOT, Row, read_rows
 
 PAGE = ROOT / "docs/published/fp8.md"
-
-
-def constants_without(source: str | None) -> Constants:
-    """Return all constants, fitted without the rows of a source."""
-    return {name: value for gpu in LATE_FITS for name, value in calibrated(gpu, source).items()}
-
-
-def error_lines(variants: dict[str, list[Prediction]]) -> list[str]:
-    """Return the table of errors by GPU and precision, of rows without doubt."""
-    lines = []
-    for kind in dict.fromkeys((one.row.gpu, one.row.gemm_precision) for one in variants["fitted"]):
-        own = {
-            name: errors([one for one in found if (one.row.gpu, one.row.gemm_precision) == kind])
-            for name, found in variants.items()
-        }
-        if known := own["fitted"]:
-            medians = f"{median_abs(known):.1%}", f"{statistics.median(known):+.1%}", f"{largest_of(known):+.1%}"
-            lines.append([*kind, len(known), *medians, *(f"{median_abs(own[n]):.1%}" for n in ("before", "without"))])
-    headings = "GPU", "products", "rows", "median error", "signed", "largest", "before fitting", "without its source"
-    return table(headings, lines)
 
 
 def ratio_lines(found: Sequence[Prediction]) -> list[str]:
@@ -67,15 +39,17 @@ def ratio_lines(found: Sequence[Prediction]) -> list[str]:
 
 def page(rows: Sequence[Row]) -> str:
     before = {name: value for fit in LATE_FITS.values() for name, value in fit.before.items()}
-    fitted_sources = {row.source for row in rows if row.id in CALIBRATED}  # others are predicted by the same constants
-    without = {source: constants_without(source) for source in fitted_sources}
-    variants = {
-        "fitted": [predict(row) for row in rows],
-        "before": predictions_with(rows, lambda row: before),
-        "without": predictions_with(rows, lambda row: without.get(row.source, {})),
-    }
+    fitted_sources = {row.source for row in rows if row.id in CALIBRATED}
+
+    def without(row: Row) -> Constants:
+        """Return all constants, fitted without the rows of the row's source, if there are such."""
+        if row.source not in fitted_sources:
+            return {}
+        return {name: value for gpu in LATE_FITS for name, value in calibrated(gpu, row.source).items()}
+
+    variants = variants_of(rows, lambda row: before, without)
     blocks = {
-        "errors": error_lines(variants),
+        "errors": error_lines(variants, ["GPU", "products"], lambda row: (row.gpu, row.gemm_precision)),
         "constants": constants_lines({gpu: calibrated(gpu) for gpu in LATE_FITS}),
         "ratios": ratio_lines(variants["fitted"]),
         "rows": row_lines(variants, doubt=0),

@@ -15,20 +15,16 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import date
-from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
 import torch
 
 from gpt.monitor.units import count
-from gpt.settings.settings import Settings
-from lab.dryrun.run_cost import RunCost
 from lab.pages.markdown import table, with_blocks
-from lab.planner.closed_forms import make_plan
 from lab.planner.depth import Estimate
 from lab.planner.layouts import CandidateLayout
-from lab.planner.search import DEFAULT_TO_VERIFY, estimate_fits, estimate_layout, verify
+from lab.planner.search import DEFAULT_TO_VERIFY, Search
 from lab.published import predictions
 from lab.published.predict import NUM_JOBS
 from lab.published.predictions import cluster_of
@@ -48,6 +44,7 @@ class Comparison:
     """The published layout of a row and the best that the planner finds, each with its estimate in this program."""
 
     row: Row
+    search: Search
     published: CandidateLayout
     of_published: Estimate
     best: CandidateLayout
@@ -58,71 +55,58 @@ class Comparison:
         """The time of the planner's layout, as a multiple of that of the published one."""
         return self.of_best.seconds / self.of_published.seconds
 
-    @property
-    def fits(self) -> bool:
-        """True if the planner's layout fits beside what CUDA and NCCL take."""
-        return estimate_fits(self.of_best, cluster_of(self.row))
+    def cells(self) -> list[object]:
+        """Return the row of the table."""
+        row, cluster = self.row, self.search.cluster
+        too_much = "" if self.search.fits(self.of_published) else " too much"
+        peaks = [f"{one.device_peak_bytes / 1e9:.1f}" for one in (self.of_published, self.of_best)]
+        seconds = [f"{one.seconds:#.3g}" for one in (self.of_published, self.of_best)]
+        fits = f"{'yes' if self.search.fits(self.of_best) else 'no'}, of {cluster.usable_gpu_bytes / 1e9:.1f}"
+        costs = self.search.cost(self.of_published), f"{self.search.cost(self.of_best).gpu_hours:,.0f} GPU hours"
+        run = row.id, f"{row.gpus}, {cluster.name}", count(row.parameters), f"{row.published_tflops:g}"
+        of_published = self.published, seconds[0], f"{peaks[0]}{too_much}"
+        return [*run, *of_published, self.best, seconds[1], peaks[1], f"{self.ratio:.3f}", fits, *costs]
 
-    def cost(self, estimate: Estimate) -> RunCost:
-        """Return what a run of TOKENS_A_PARAMETER costs with one of the layouts."""
-        settings = settings_of_run(self.row)
-        batch_tokens = settings.train.global_batch_size * self.row.seq
-        steps = math.ceil(TOKENS_A_PARAMETER * self.row.parameters / batch_tokens)
-        settings = replace(settings, train=replace(settings.train, steps=steps))
-        return RunCost.of(settings, estimate.seconds, self.row.gpus, cluster_of(self.row))
 
-
-def settings_of_run(row: Row) -> Settings:
-    """Return the settings of a row's run in this program, at its full depth and batch."""
+def search_of(row: Row, num_to_verify: int = DEFAULT_TO_VERIFY) -> Search:
+    """Return the search of a row's run in this program: its full depth and batch, and TOKENS_A_PARAMETER."""
     tree = settings_tree(row)
     tree["zero"] = {name: value for name, value in tree["zero"].items() if name not in OF_THE_PROGRAM}
-    return settings_of(tree, row.gpus)
+    settings = settings_of(tree, row.gpus)
+    steps = math.ceil(TOKENS_A_PARAMETER * row.parameters / (settings.train.global_batch_size * row.seq))
+    settings = replace(settings, train=replace(settings.train, steps=steps))
+    kept = predictions.KEPT_RUNS
+    return Search(settings, cluster_of(row), row.gpus, num_to_verify=num_to_verify, kept_runs=kept)
 
 
 def published_layout(row: Row) -> CandidateLayout:
     """Return the layout that a row publishes: its tensor size, stage, activation store, micro-batch and offload."""
-    settings = settings_of_run(row)
+    settings = search_of(row).settings
     store = settings.activations.store
     assert store != "auto"
     return CandidateLayout(row.tp, row.stage, store, row.micro_batch_size, settings.offload.mode)
 
 
-def estimate_of(row: Row, layout: CandidateLayout) -> Estimate:
-    return estimate_layout(layout, settings_of_run(row), cluster_of(row), row.gpus, predictions.KEPT_RUNS)
-
-
 def compare(row: Row, num_to_verify: int = DEFAULT_TO_VERIFY) -> Comparison:
     """Return the comparison of a row. Raise ConfigError if no layout fits."""
-    settings, cluster = settings_of_run(row), cluster_of(row)
-    plan = make_plan(settings, cluster, row.gpus)
-    verified = verify(plan, partial(estimate_of, row), cluster, num_to_verify)
-    fitting = {layout: found for layout, found in verified.items() if estimate_fits(found, cluster)}
+    search, published = search_of(row, num_to_verify), published_layout(row)
+    verified = search.verify(search.plan())
+    fitting = search.fitting(verified)
     if not fitting:
         raise ConfigError(f"row {row.id}: none of {len(verified)} layouts fits in a dry run; choose another row")
-    best, published = min(fitting, key=lambda layout: fitting[layout].seconds), published_layout(row)
-    return Comparison(row, published, estimate_of(row, published), best, fitting[best])
+    best = min(fitting, key=lambda layout: fitting[layout].seconds)
+    return Comparison(row, search, published, search.estimate(published), best, fitting[best])
 
 
 def lines(comparisons: Sequence[Comparison]) -> list[str]:
-    rows = []
-    for one in comparisons:
-        row, cluster = one.row, cluster_of(one.row)
-        too_much = "" if estimate_fits(one.of_published, cluster) else " too much"
-        of_published = one.published, f"{one.of_published.seconds:#.3g}"
-        of_best = one.best, f"{one.of_best.seconds:#.3g}", f"{one.of_best.device_peak_bytes / 1e9:.1f}"
-        fits = f"{'yes' if one.fits else 'no'}, of {cluster.usable_gpu_bytes / 1e9:.1f}"
-        costs = one.cost(one.of_published), f"{one.cost(one.of_best).gpu_hours:,.0f} GPU hours"
-        run = row.id, f"{row.gpus}, {cluster.name}", count(row.parameters), f"{row.published_tflops:g}"
-        peak = f"{one.of_published.device_peak_bytes / 1e9:.1f}{too_much}"
-        rows.append([*run, *of_published, peak, *of_best, f"{one.ratio:.3f}", fits, *costs])
     headings = "row, GPUs, parameters, measured TFLOPs, published layout, s, GB, planner's layout, s, GB"
     more = "its time / published, it fits, published layout would cost, planner's"
-    return table(f"{headings}, {more}".split(", "), rows)
+    return table(f"{headings}, {more}".split(", "), [one.cells() for one in comparisons])
 
 
 def page(comparisons: Sequence[Comparison]) -> str:
     slowest = max(one.ratio for one in comparisons)
-    num_fitting = sum(one.fits for one in comparisons)
+    num_fitting = sum(one.search.fits(one.of_best) for one in comparisons)
     summary = (
         f"The planner's layout takes at most {slowest:.3f} of the time of the published one, and {num_fitting} of "
         f"{len(comparisons)} fit\nthe memory that CUDA and NCCL leave. A run costs what {TOKENS_A_PARAMETER} tokens a "

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from lab.planner.depth import path_of
 from lab.planner.search import show_progress
-from lab.published import predictions as kept
+from lab.published import predictions
 from lab.published.predictions import Prediction, by_closed_form, predict, recorded_settings, runs_of
 from lab.published.rows import Row, read_rows
 from parallel.errors import ConfigError, exit_on_config_error
@@ -32,20 +32,20 @@ def record_all(rows: Sequence[Row], num_jobs: int) -> None:
     if not missing:
         return
     with ProcessPoolExecutor(num_jobs, get_context("spawn")) as pool:
-        for number, (row, failure) in enumerate(zip(missing, pool.map(_failure, missing), strict=True), 1):
+        for number, (row, failure) in enumerate(zip(missing, pool.map(_record, missing), strict=True), 1):
             show_progress(f"dry run {number} of {len(missing)}: {row.id}{failure}")
 
 
 def is_kept(row: Row) -> bool:
     """Return True if there are files of the dry runs of a row, or cannot be any."""
     try:
-        return path_of(recorded_settings(row), kept.KEPT_RUNS).exists()
+        return path_of(recorded_settings(row), predictions.KEPT_RUNS).exists()
     except ConfigError:
         return True
 
 
-def _failure(row: Row) -> str:
-    """Record the dry runs of a row, in a process of its own; return what has failed."""
+def _record(row: Row) -> str:
+    """Record the dry runs of a row; return what has failed."""
     try:
         runs_of(row)
     except Exception as error:  # the other rows are recorded
@@ -64,15 +64,10 @@ def predicted(row: Row) -> Prediction:
         return by_closed_form(row)
 
 
-def write(predictions: Sequence[Prediction], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(COLUMNS)
-        for found in predictions:
-            speed = f"{found.tflops:.2f}", f"{found.row.tokens_per_second(found.seconds):.2f}"
-            memory = f"{found.peak_bytes / 1e9:.2f}", int(found.fits)
-            writer.writerow([found.row.id, f"{found.seconds:.6g}", *speed, *memory])
+def cells(found: Prediction) -> list[object]:
+    """Return the line of OUT.csv."""
+    speed = f"{found.tflops:.2f}", f"{found.row.tokens_per_second(found.seconds):.2f}"
+    return [found.row.id, f"{found.seconds:.6g}", *speed, f"{found.peak_bytes / 1e9:.2f}", int(found.fits)]
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -84,7 +79,9 @@ def main(arguments: Sequence[str]) -> None:
     options = parser.parse_args(arguments)
     rows = read_rows(options.rows)
     record_all(rows, options.jobs)
-    write([predicted(row) for row in rows], options.output)
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    with options.output.open("w", newline="") as file:
+        csv.writer(file).writerows([COLUMNS, *(cells(predicted(row)) for row in rows)])
     show_progress(f"{options.output} has {len(rows)} rows")
 
 

@@ -11,6 +11,8 @@ from lab.planner.depth import ShallowRun, extrapolate, shallow_runs
 from lab.published.row_settings import padded_vocab, recorded_micro_batches, settings_of, settings_tree
 from lab.published.rows import ROOT, Row, is_fsdp
 from lab.published.sources import GPUS_OF_A_TRAY, cluster_name, program_of, quantization_of
+from zero.formulas.memory import formula
+from zero.partition.stage import STAGES
 
 CLUSTERS, KEPT_RUNS = ROOT / "configs/clusters", ROOT / "runs/published"
 GBPS_PER_GB_PER_SECOND = 8
@@ -18,9 +20,6 @@ AXES_OF_CODES = "data", "shard", "tensor"  # along which weights and activations
 
 HALF_BYTES, FULL_SHARD = 2, 3  # of an element; the stage of FSDP's FULL_SHARD
 TYPICAL_FRACTION = 0.45  # of the peak rate, that large models reach
-CHECKPOINT_BYTES = 2  # of an activation checkpoint, an element
-# {stage: ((bytes of a parameter, are they sharded), ...)}: parameters, gradients, optimizer states
-STATE_BYTES = {stage: ((2, stage > 2), (2, stage > 1), (12, stage > 0)) for stage in range(4)}
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ def runs_as(row: Row, program: Program) -> tuple[ShallowRun, ShallowRun]:
 def of_program(run: ShallowRun, row: Row, program: Program) -> ShallowRun:
     """Return a dry run as the program would run it, with all micro-batches of the row."""
     kernels, events = as_program(run.kernels, run.events, program)
-    kernels = with_keys_of_a_context(kernels, row.context_parallel)
+    kernels = [with_keys_of_a_context(kernel, row.context_parallel) for kernel in kernels]
     if how := quantization_of(row):
         kernels, events = quantized(kernels, events, how)
         if row.fp8_gather:
@@ -107,8 +106,6 @@ def by_closed_form(row: Row) -> Prediction:
     """Return a rough prediction of a row without a dry run: FLOPs at a typical rate, states and checkpoints."""
     cluster = cluster_of(row)
     seconds = row.flops / (row.tp * row.data_size) / (TYPICAL_FRACTION * cluster.peak_half_tflops * 1e12)
-    sharded = STATE_BYTES[min(max(row.stage, 0), 3)]
-    states = sum(count / (row.data_size if is_sharded else 1) for count, is_sharded in sharded)
-    activations = CHECKPOINT_BYTES * row.layers * row.micro_batch_size * row.seq * row.hidden
-    peak = row.parameters / row.tp * states + activations
+    states = formula(STAGES[min(max(row.stage, 0), FULL_SHARD)], row.parameters / row.tp, row.data_size).total
+    peak = states + HALF_BYTES * row.layers * row.micro_batch_size * row.seq * row.hidden
     return Prediction(row, seconds, peak, peak <= cluster.usable_gpu_bytes)

@@ -7,10 +7,9 @@ Dry runs are kept in runs/published: the first time takes minutes, later ones a 
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from lab.measure.cluster import ClusterSpec
 from lab.measure.fit import Constants, fitted, with_constants
 from lab.pages.markdown import table, with_blocks
 from lab.published.calibrate import ALL_FITS, CALIBRATED, FITS, calibrated
@@ -25,6 +24,9 @@ WITHIN = 0.12
 CARDS = 8  # of a node of a DGX A100
 
 
+Variants = dict[str, list[Prediction]]  # of each way of prediction: fitted, before fitting, without a row's source
+
+
 def errors(found: Sequence[Prediction]) -> list[float]:
     return [one.error for one in found if not one.row.doubt]
 
@@ -33,40 +35,21 @@ def median_abs(values: Sequence[float]) -> float:
     return statistics.median(abs(value) for value in values)
 
 
-def largest_of(values: Sequence[float]) -> float:
-    return max(values, key=abs)
-
-
-def by_source(found: Sequence[Prediction]) -> dict[str, list[Prediction]]:
-    groups: dict[str, list[Prediction]] = {}
-    for one in found:
-        groups.setdefault(one.row.source, []).append(one)
-    return groups
-
-
 def mean_of_medians(found: Sequence[Prediction]) -> float:
-    return statistics.mean(median_abs(errors(group)) for group in by_source(found).values() if errors(group))
+    sources = {one.row.source: None for one in found if not one.row.doubt}
+    return statistics.mean(median_abs(errors([one for one in found if one.row.source == name])) for name in sources)
 
 
-def predictions_with(rows: Sequence[Row], constants_of: Callable[[Row], Constants]) -> list[Prediction]:
-    return [predict(row, with_constants(cluster_of(row), constants_of(row))) for row in rows]
+def variants_of(
+    rows: Sequence[Row], before: Callable[[Row], Constants], without: Callable[[Row], Constants]
+) -> Variants:
+    """Return the predictions with the constants of cluster files, and with those before fitting or without a source."""
 
+    def predictions_with(constants: Callable[[Row], Constants]) -> list[Prediction]:
+        return [predict(row, with_constants(cluster_of(row), constants(row))) for row in rows]
 
-def summary_lines(variants: dict[str, list[Prediction]]) -> Iterator[str]:
-    """Yield a line for each way of prediction, and the table of errors by source."""
-    unseen = [one for one in variants["fitted"] if one.row.id not in CALIBRATED]
-    yield title_line("Fitted", variants["fitted"])
-    yield title_line("Fitted, without the rows that were fitted", unseen)
-    yield title_line("Before fitting", variants["before"])
-    yield title_line("Without a row's own source", variants["without"]) + "\n"
-    rows = []
-    for source in (source for source, found in by_source(variants["fitted"]).items() if errors(found)):
-        own = {name: errors(by_source(found)[source]) for name, found in variants.items()}
-        signed, largest = statistics.median(own["fitted"]), largest_of(own["fitted"])
-        median, before, without = (f"{median_abs(own[name]):.1%}" for name in ("fitted", "before", "without"))
-        rows.append([source, len(own["fitted"]), median, f"{signed:+.1%}", f"{largest:+.1%}", before, without])
-    headings = "source", "rows", "median error", "signed", "largest", "before fitting", "without its source"
-    yield from table(headings, rows)
+    fitted = [predict(row) for row in rows]
+    return {"fitted": fitted, "before": predictions_with(before), "without": predictions_with(without)}
 
 
 def title_line(title: str, found: Sequence[Prediction]) -> str:
@@ -78,11 +61,24 @@ def title_line(title: str, found: Sequence[Prediction]) -> str:
     )
 
 
-def row_lines(variants: dict[str, list[Prediction]], doubt: int) -> list[str]:
+def error_lines(variants: Variants, headings: Sequence[str], kind_of: Callable[[Row], tuple[str, ...]]) -> list[str]:
+    """Return the table of errors by kind of row, of rows without doubt."""
+    lines = []
+    for kind in dict.fromkeys(kind_of(one.row) for one in variants["fitted"]):
+        own = {name: errors([one for one in found if kind_of(one.row) == kind]) for name, found in variants.items()}
+        if known := own["fitted"]:
+            signed = f"{statistics.median(known):+.1%}", f"{max(known, key=abs):+.1%}"
+            median, before, without = (f"{median_abs(values):.1%}" for values in own.values())
+            lines.append([*kind, len(known), median, *signed, before, without])
+    return table(
+        [*headings, "rows", "median error", "signed", "largest", "before fitting", "without its source"], lines
+    )
+
+
+def row_lines(variants: Variants, doubt: int) -> list[str]:
     """Return the table of rows without or with doubt."""
     rows = []
-    triples = zip(variants["fitted"], variants["before"], variants["without"], strict=True)
-    for one, before, without in triples:
+    for one, before, without in zip(*variants.values(), strict=True):
         if one.row.doubt == doubt:
             note, fits = " (fitted)" if one.row.id in CALIBRATED else "", "yes" if one.fits else "no"
             found = one.row.id, f"{one.row.published_tflops:g}", f"{one.tflops:.1f}", f"{one.error:+.1%}{note}"
@@ -126,9 +122,8 @@ def predict_without(effect: str, row: Row, constants: Constants) -> Prediction:
 
 
 def refitted(effect: str, gpu: str) -> Constants:
-    by_id = {row.id: row for row in read_rows()}
     before = {name: value for name, value in FITS[gpu].before.items() if name not in EFFECTS[effect]}
-    rows = [by_id[name] for name in FITS[gpu].rows]
+    rows = [row for row in read_rows() if row.id in FITS[gpu].rows]
     return fitted(before, lambda found: [predict_without(effect, row, found).error for row in rows])
 
 
@@ -146,22 +141,27 @@ def needed_gbps(row: Row) -> float:
     low, high = row.node_gbps / 1024, row.node_gbps
     for _ in range(12):
         middle = math.sqrt(low * high)
-        cluster: ClusterSpec = cluster_of(replace(row, node_gbps=middle))
+        cluster = cluster_of(replace(row, node_gbps=middle))
         low, high = (low, middle) if predict(row, cluster).error > 0 else (middle, high)
     return math.sqrt(low * high)
 
 
 def page(rows: Sequence[Row]) -> str:
-    found = {gpu: calibrated(gpu) for gpu in FITS}
-    without = {(gpu, source): calibrated(gpu, source) for gpu in FITS for source in {row.source for row in rows}}
-    variants = {
-        "fitted": [predict(row) for row in rows],
-        "before": predictions_with(rows, lambda row: FITS[gpu_type(row)].before),
-        "without": predictions_with(rows, lambda row: without[gpu_type(row), row.source]),
+    variants = variants_of(
+        rows, lambda row: FITS[gpu_type(row)].before, lambda row: calibrated(gpu_type(row), row.source)
+    )
+    titles = {
+        "Fitted": variants["fitted"],
+        "Fitted, without the rows that were fitted": [
+            one for one in variants["fitted"] if one.row.id not in CALIBRATED
+        ],
+        "Before fitting": variants["before"],
+        "Without a row's own source": variants["without"],
     }
+    summary = [title_line(title, found) for title, found in titles.items()]
     blocks = {
-        "errors": summary_lines(variants),
-        "constants": constants_lines(found),
+        "errors": [*summary, "", *error_lines(variants, ["source"], lambda row: (row.source,))],
+        "constants": constants_lines({gpu: calibrated(gpu) for gpu in FITS}),
         "effects": effect_lines(rows, variants["fitted"]),
         "rows": row_lines(variants, doubt=0),
         "network": network_lines(rows),

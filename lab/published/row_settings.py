@@ -1,5 +1,7 @@
 """The settings of this project that a row of published throughputs stands for.
 
+    python -m lab.published.row_settings      writes configs/published/ID.yaml, at each row's full depth and batch
+
 What a row does not say follows from the program that was measured: `program_of`.
 """
 
@@ -10,7 +12,7 @@ import yaml
 
 from gpt.settings.parser import parse_settings
 from gpt.settings.settings import Settings
-from lab.published.rows import FSDP_SOURCES, Row, is_fsdp
+from lab.published.rows import FSDP_SOURCES, ROWS, Row, is_fsdp, read_rows
 
 LARGEST_BUCKET = 500_000_000  # elements, of DeepSpeed by default
 RECORDED_MICRO_BATCHES = 2  # the second one is like all that follow
@@ -117,3 +119,15 @@ def padded_vocab(row: Row) -> int:
 def settings_of(tree: dict[str, Any], world_size: int) -> Settings:
     text = yaml.safe_dump(tree, default_flow_style=True)
     return parse_settings(["--config", text, f"--dry_run.world_size={world_size}"])
+
+
+def configuration(row: Row) -> str:
+    """Return the file of a row, which trains once `data.path` names a data set."""
+    tree = settings_tree(row) | {"run": {"dir": f"runs/published/{row.id}"}}
+    title = f"# {row.source}: {row.published_tflops:g} TFLOPs a GPU ({row.basis}) on {row.gpus} {row.gpu}\n"
+    return title + yaml.safe_dump(tree, sort_keys=False)
+
+
+if __name__ == "__main__":
+    for row in read_rows():
+        (ROWS.parent / f"{row.id}.yaml").write_text(configuration(row))

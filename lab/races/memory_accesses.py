@@ -1,13 +1,11 @@
-"""Accesses to the bytes of one storage, and what an operation does with its arguments.
-
-bytes   | last write, reads since | last write, reads since | ...   stretches that were accessed alike
-"""
+"""Accesses to the bytes of one storage, and what an operation does with its arguments."""
 
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -19,10 +17,25 @@ from lab.races.simulated_streams import Access, Clock, Place, SimulatedStream, c
 from parallel.torch_internals import OpOverload, returns_views, schema_of
 
 
+@dataclass(slots=True)
+class Stretch:
+    """Bytes from `start` on that were accessed alike: the last write, and the last read since of each stream."""
+
+    start: int
+    write: Access | None = None
+    reads: dict[SimulatedStream, Access] = field(default_factory=dict)
+
+    def pending(self, clock: Clock) -> Iterator[Access]:
+        """Iterate over the accesses that may overtake what a stream with this clock launches, the write first."""
+        if self.write is not None and not self.write.is_before(clock):
+            yield self.write
+        yield from (read for read in self.reads.values() if not read.is_before(clock))
+
+
 class AccessedMemory:
     """The accesses to one storage. `owner`: the stream on which it was allocated, from whose pool its memory is."""
 
-    __slots__ = ("_reads", "_starts", "_writes", "is_on_host", "kind", "owner", "reference")
+    __slots__ = ("_stretches", "is_on_host", "kind", "owner", "reference")
 
     def __init__(self, owner: SimulatedStream, is_on_host: bool, kind: str):
         self.owner, self.is_on_host, self.kind = owner, is_on_host, kind
@@ -31,66 +44,48 @@ class AccessedMemory:
 
     def forget(self) -> None:
         """Forget all accesses: the memory is allocated anew."""
-        # Stretch k begins at byte _starts[k] and ends where the next one begins.
-        self._starts = [0]
-        self._writes: list[Access | None] = [None]
-        self._reads: list[dict[SimulatedStream, Access]] = [{}]
+        self._stretches = [Stretch(0)]  # each ends where the next one begins
 
-    def read(self, start: int, stop: int, access: Access, clock: Clock) -> Access | None:
+    def read(self, start: int, stop: int, access: Access) -> Access | None:
         """Record a read of bytes; return a write that it may overtake."""
-        stream, found = access.stream, None
-        for k in self._stretches(start, stop):
-            write = self._writes[k]
-            if write is not None and write.stream is not stream and not write.is_before(clock):
-                found = write
-            self._reads[k][stream] = access
+        found = self._pending_write(start, stop, access.stream.clock)
+        for stretch in self._stretches[self._between(start, stop)]:
+            stretch.reads[access.stream] = access
         return found
 
-    def write(self, start: int, stop: int, access: Access, clock: Clock) -> Access | None:
+    def write(self, start: int, stop: int, access: Access) -> Access | None:
         """Record a write of bytes; return an access that it may overtake."""
-        stream, found = access.stream, None
-        stretches = self._stretches(start, stop)
-        for k in stretches:
-            write = self._writes[k]
-            if write is not None and write.stream is not stream and not write.is_before(clock):
-                found = write
-            for read in self._reads[k].values():
-                if read.stream is not stream and not read.is_before(clock):
-                    found = read
-        first, end = stretches.start, stretches.stop
-        self._starts[first:end] = [start]
-        self._writes[first:end] = [access]
-        self._reads[first:end] = [{}]
-        return found
+        between = self._between(start, stop)
+        pending = [one for stretch in self._stretches[between] for one in stretch.pending(access.stream.clock)]
+        self._stretches[between] = [Stretch(start, access)]
+        return pending[-1] if pending else None
 
     def is_written_before(self, start: int, stop: int, clock: Clock) -> bool:
         """Return whether the bytes have been written before anything that a stream with this clock launches."""
-        writes = (self._writes[k] for k in self._stretches(start, stop))
-        return all(write is None or write.is_before(clock) for write in writes)
+        return self._pending_write(start, stop, clock) is None
 
     def accesses_after(self, clock: Clock) -> Iterator[Access]:
         """Iterate over last writes and reads since that may overtake what a stream with this clock launches."""
-        for write, reads in zip(self._writes, self._reads, strict=True):
-            if write is not None and not write.is_before(clock):
-                yield write
-            yield from (read for read in reads.values() if not read.is_before(clock))
+        return (access for stretch in self._stretches for access in stretch.pending(clock))
 
-    def _stretches(self, start: int, stop: int) -> range:
-        """Return the numbers of the stretches that bytes start to stop consist of, cut at both ends if need be."""
-        first = self._cut(start)
-        last = first + 1
-        if last == len(self._starts) or self._starts[last] != stop:
-            last = self._cut(stop)
-        return range(first, last)
+    def _pending_write(self, start: int, stop: int, clock: Clock) -> Access | None:
+        found = None
+        for stretch in self._stretches[self._between(start, stop)]:
+            if stretch.write is not None and not stretch.write.is_before(clock):
+                found = stretch.write
+        return found
+
+    def _between(self, start: int, stop: int) -> slice:
+        """Return the positions of the stretches that bytes start to stop consist of, cut at both ends if need be."""
+        return slice(self._cut(start), self._cut(stop))
 
     def _cut(self, byte: int) -> int:
-        """Return the number of the stretch that begins at a byte."""
-        k = bisect_right(self._starts, byte) - 1
-        if self._starts[k] == byte:
+        """Return the position of the stretch that begins at a byte."""
+        k = bisect_right(self._stretches, byte, key=attrgetter("start")) - 1
+        found = self._stretches[k]
+        if found.start == byte:
             return k
-        self._starts.insert(k + 1, byte)
-        self._writes.insert(k + 1, self._writes[k])
-        self._reads.insert(k + 1, dict(self._reads[k]))
+        self._stretches.insert(k + 1, Stretch(byte, found.write, dict(found.reads)))
         return k + 1
 
 

@@ -9,14 +9,14 @@ import sysconfig
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
 
 import torch
 
-from lab.races.launch_order import COMMUNICATOR, COMPUTATION, HOST, SIDE_STREAM, Launch
-
+COMPUTATION, HOST, COMMUNICATOR, SIDE_STREAM = "the computation", "the host", "the communicator", "side stream"
 Clock = Counter["SimulatedStream"]
 Place = tuple[CodeType, int]  # a line of code
 Message = tuple[()] | tuple[tuple[int, ...], int, torch.dtype | None]  # (ranks, bytes, dtype)
@@ -44,42 +44,65 @@ FOREIGN = (
 NUM_PLACES = 2  # the line that issued an operation, and the one that called its function
 
 
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """An operation, or a collective, on a stream: its `number`-th.
+
+    `waits_for` has, for each other stream, the number of its last launch that must have run before. `num_bytes` are
+    those of a collective's message, or those that an operation reads and writes. `ranks` are the members of a
+    collective's communicator, () of an operation.
+    """
+
+    stream: str
+    number: int
+    name: str
+    waits_for: tuple[tuple[str, int], ...]
+    ranks: tuple[int, ...] = ()
+    num_bytes: int = 0
+    dtype: torch.dtype | None = None
+
+    @property
+    def is_collective(self) -> bool:
+        return bool(self.ranks)
+
+    @property
+    def message(self) -> tuple[str, str, int, torch.dtype | None, tuple[int, ...]]:
+        """The collective as all of its members must launch it."""
+        return self.stream, self.name, self.num_bytes, self.dtype, self.ranks
+
+    def __str__(self) -> str:
+        message = f" of {self.num_bytes:,} bytes of {self.dtype}" if self.is_collective else ""
+        return f"{self.name}{message} on {self.stream}"
+
+
 class SimulatedStream:
     """A stream of a GPU, or the host; `parallel.streams.Stream` has its methods."""
 
     def __init__(self, streams: "SimulatedStreams", name: str):
         self._streams, self.name = streams, name
         self.clock: Clock = Counter()
-        self._waits_for: list[tuple[str, int]] = []  # what the next launch waits for, if launches are recorded
-
-    @property
-    def number(self) -> int:
-        return self.clock[self]
 
     def launch(self, name: str, message: Message = ()) -> "Access":
         """Return the next operation of this stream; `message` is recorded with it."""
         self.begin_launch()
+        if self._streams.launches is not None:
+            waits_for = tuple((stream.name, number) for stream, number in self.clock.items() if stream is not self)
+            self._streams.launches.append(Launch(self.name, self.clock[self] + 1, name, waits_for, *message))
         self.clock[self] += 1
-        number = self.number
-        if (launches := self._streams.launches) is not None:
-            launches.append(Launch(self.name, number, name, tuple(dict.fromkeys(self._waits_for)), *message))
-            self._waits_for.clear()
-        return Access(self, number, name)
+        return Access(self, self.clock[self], name)
 
     def begin_launch(self) -> None:
         """Order what is launched next after all that the host has waited for, and has done itself."""
         host = self._streams.host  # what it waits for ends with a launch of its own
-        if self.clock[host] != host.number:
+        if self.clock[host] != host.clock[host]:
             self.clock |= host.clock  # the later of the two, of each stream
-            self._note([(HOST, host.number)])
 
     def record_event(self) -> "SimulatedEvent":
         self.begin_launch()
-        return SimulatedEvent(self._streams, self.clock.copy(), [(self.name, self.number), *self._waits_for])
+        return SimulatedEvent(self._streams, self.clock.copy())
 
     def wait_event(self, event: "SimulatedEvent") -> None:
         self.clock |= event.clock
-        self._note(event.launches)
 
     def wait_stream(self, stream: "SimulatedStream") -> None:
         self.wait_event(stream.record_event())
@@ -99,16 +122,12 @@ class SimulatedStream:
     def __str__(self) -> str:
         return self.name
 
-    def _note(self, launches: list[tuple[str, int]]) -> None:
-        if self._streams.launches is not None:
-            self._waits_for += [(name, number) for name, number in launches if number and name != self.name]
-
 
 class SimulatedEvent:
     """A point in the order of a simulated stream."""
 
-    def __init__(self, streams: "SimulatedStreams", clock: Clock, launches: list[tuple[str, int]]):
-        self._streams, self.clock, self.launches = streams, clock, launches
+    def __init__(self, streams: "SimulatedStreams", clock: Clock):
+        self._streams, self.clock = streams, clock
 
     def synchronize(self) -> None:
         self._streams.host.wait_event(self)
@@ -124,7 +143,7 @@ class SimulatedStreams:
     """All streams of a run. `current` is that on which operations are launched, at first the computation's."""
 
     def __init__(self) -> None:
-        self.launches: list[Launch] | None = None  # all launches, if they are recorded
+        self.launches: list[Launch] | None = None  # all launches, in the order of the host, if they are recorded
         self._num_side_streams = 0
         self.host = SimulatedStream(self, HOST)
         self.current = SimulatedStream(self, COMPUTATION)

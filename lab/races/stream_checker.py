@@ -36,10 +36,10 @@ from torch import Tensor
 from lab.observe.fake_tensors import instances_in
 from lab.observe.operation_observer import observe_operations
 from lab.observe.torch_internals import observe_host_reads, observe_resizes
-from lab.races.launch_order import Launch
 from lab.races.memory_accesses import AccessedMemory, MemoryPools, Roles, bytes_of, roles_of, sorted_arguments
 from lab.races.simulated_streams import (
     Access,
+    Launch,
     Message,
     SimulatedStream,
     SimulatedStreams,
@@ -177,7 +177,10 @@ class StreamChecker(MemoryObserver):
             return
         read, written = sorted_arguments(roles, args, kwargs)
         stream, host_waits = self._stream_of(roles, read, written, args, kwargs)
-        access = stream.launch(roles.name, self._size(read, written, output))
+        message: Message = ()
+        if self._streams.launches is not None:
+            message = (), sum(tensor.nbytes for tensor in instances_in((read, written, output), Tensor)), None
+        access = stream.launch(roles.name, message)
         for tensor in read if roles.reads else ():
             self._read(tensor, access)
         for tensor in written:
@@ -226,50 +229,39 @@ class StreamChecker(MemoryObserver):
         self._fetch(tensor for tensor in (*read, *written) if not self._memory_of(tensor).is_on_host)
         return self._host, False
 
-    def _size(self, read: list[Tensor], written: list[Tensor], output: Any) -> Message:
-        """Return the bytes that an operation reads and writes, if launches are recorded."""
-        if self._streams.launches is None:
-            return ()
-        return (), sum(tensor.nbytes for tensor in instances_in((read, written, output), Tensor)), None
-
     def _fetch(self, tensors: Iterable[Tensor]) -> None:
         """Copy tensors on the device to the host, which waits, unless it knows the values already."""
         for tensor in tensors:
-            memory, (start, stop) = self._memory_of(tensor), bytes_of(tensor)
-            if not memory.is_written_before(start, stop, self._host.clock):
+            if not self._memory_of(tensor).is_written_before(*bytes_of(tensor), self._host.clock):
                 self._read(tensor, self.current_stream.launch("a copy"))
                 self.current_stream.synchronize()
 
     def _read(self, tensor: Tensor, access: Access) -> None:
         if tensor.numel():
-            start, stop = bytes_of(tensor)
             memory = self._memory_of(tensor)
-            if earlier := memory.read(start, stop, access, access.stream.clock):
+            if earlier := memory.read(*bytes_of(tensor), access):
                 self._report_race(memory, access, "reads", earlier, "written")
 
     def _write(self, tensor: Tensor, access: Access) -> None:
         if tensor.numel():
-            start, stop = bytes_of(tensor)
             memory = self._memory_of(tensor)
-            if earlier := memory.write(start, stop, access, access.stream.clock):
+            if earlier := memory.write(*bytes_of(tensor), access):
                 self._report_race(memory, access, "overwrites", earlier, "finished")
 
     def _memory_of(self, tensor: Tensor) -> AccessedMemory:
         """Return the memory of a tensor's storage; if it is new to the checker, as allocated on the current stream."""
         storage = tensor.untyped_storage()
-        memory = self._storages.get(storage_id(storage))
-        return self._add(tensor, storage, self.current_stream) if memory is None else memory
-
-    def _add(self, tensor: Tensor, storage: torch.UntypedStorage, owner: SimulatedStream) -> AccessedMemory:
-        kind, on_host = self.default
-        key, is_on_host = storage_id(storage), on_host or tensor.device.type != self._device_type
-        memory = self._storages[key] = AccessedMemory(owner, is_on_host, kind)
-        memory.reference = weakref.ref(storage, partial(self._on_free, key))
+        key = storage_id(storage)
+        if (memory := self._storages.get(key)) is None:
+            kind, on_host = self.default
+            is_on_host = on_host or tensor.device.type != self._device_type
+            memory = self._storages[key] = AccessedMemory(self.current_stream, is_on_host, kind)
+            memory.reference = weakref.ref(storage, partial(self._on_free, key))
         return memory
 
     def _allocate(self, tensor: Tensor, access: Access) -> None:
         """Record that an operation has allocated its result."""
-        memory = self._add(tensor, tensor.untyped_storage(), self.current_stream)
+        memory = self._memory_of(tensor)
         # Also in a context that allocates on the host: the device writes its results to its own memory.
         memory.is_on_host = access.stream is self._host or tensor.device.type != self._device_type
         if not memory.is_on_host:
@@ -302,15 +294,11 @@ class StreamChecker(MemoryObserver):
 
     def _report_race(self, memory: AccessedMemory, later: Access, does: str, earlier: Access, has_done: str) -> None:
         where = f"{memory.kind} in host memory" if memory.is_on_host else str(memory.kind)
-        self._report(
-            (later, earlier),
-            f"{later} {does} {where} before {earlier} has surely {has_done}: {remedy(earlier, later.stream)} in "
-            "between",
-        )
+        wait = f"{remedy(earlier, later.stream)} in between"
+        self._report((later, earlier), f"{later} {does} {where} before {earlier} has surely {has_done}: {wait}")
 
-    def _report(self, key: Iterable[Any], line: str) -> None:
+    def _report(self, key: tuple[Any, ...], line: str) -> None:
         """Add a report, unless the same lines of code have led to one already."""
-        key = list(key)
         places = tuple((item.name, *item.places) if isinstance(item, Access) else item for item in key)
         for access in instances_in(key, Access):
             access.is_reported = True

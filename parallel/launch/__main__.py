@@ -14,7 +14,7 @@ from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from parallel.launch.signals import take_warnings
+from parallel.stopping import take_warnings
 
 # Of ranks that were asked to stop, for their last checkpoint; torchrun's own 30 s are too few for a large model.
 SHUTDOWN_OPTION, SECONDS_TO_STOP = "--shutdown-timeout", 600

@@ -1,6 +1,6 @@
 """Train on as many nodes of a list as there are: after the loss of any node, the others go on without a hand.
 
-    python -m parallel.launch.elastic --nodes node0,node1,node2 --num_ranks 8 -- SCRIPT ARGUMENTS
+    python -m gpt.elastic --nodes node0,node1,node2 --num_ranks 8 -- pretrain_gpt.py ARGUMENTS
 
 Started on every node of the list; `scripts/launch/torchrun.sh` does so if MIN_NODES is set. Each agent starts the ranks
 of its node, and publishes and reads what parallel/launch/membership.py tells. Exit codes are those of the ranks: what a
@@ -20,13 +20,13 @@ from datetime import timedelta
 from functools import cache
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 from uuid import uuid4
 
 import torch.distributed as dist
 
 from parallel import watchdog
-from parallel.errors import ConfigError, exit_on_config_error
+from parallel.errors import ConfigError
 from parallel.launch.membership import (
     Limits,
     Peers,
@@ -37,10 +37,10 @@ from parallel.launch.membership import (
     next_start,
     start_to_join,
 )
-from parallel.launch.node_facts import MARK_SECONDS, Job, NodeFacts, find_facts, find_problems, marked
-from parallel.launch.preflight import DescribeJob, arguments_only, split_words
+from parallel.launch.node_facts import MARK_SECONDS, NodeFacts, find_facts, find_problems, marked
+from parallel.launch.preflight import DescribeJob, split_words
 from parallel.launch.route import find_route, resolve
-from parallel.launch.signals import take_warnings
+from parallel.stopping import take_warnings
 from parallel.world import EXIT_USER_ERROR, LAUNCH_VARIABLE
 
 POLL_SECONDS = 0.25
@@ -53,19 +53,23 @@ FindProblem = Callable[[Sequence[str], int, int], str | None]
 
 
 class Ranks:
-    """The ranks of this node in one start, each in a process group of its own, with a log in the folder `logs`."""
+    """The ranks of this node in its present start, each in a process group of its own, with a log in `logs`."""
 
-    def __init__(
-        self, start: Record, num_ranks: int, store: tuple[str, int], words: Sequence[str], logs: Path | None = None
-    ):
-        place, world_size = list(start.members).index(start.node), num_ranks * len(start.members)
-        self._processes, self._logs = [], list[subprocess.Popen[bytes]]()
-        for local_rank in range(num_ranks):
+    def __init__(self, num_ranks: int, words: Sequence[str], logs: Path | None):
+        self._num_ranks, self._command, self._logs = num_ranks, [sys.executable, *words], logs
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._log_writers: list[subprocess.Popen[bytes]] = []
+
+    def start(self, start: Record, store: tuple[str, int]) -> None:
+        """Start the ranks, which meet in a store. Those of the start before have been killed."""
+        self._processes, self._log_writers = [], []
+        first_rank = list(start.members).index(start.node) * self._num_ranks
+        for local_rank in range(self._num_ranks):
             variables = {
-                "RANK": place * num_ranks + local_rank,
+                "RANK": first_rank + local_rank,
                 "LOCAL_RANK": local_rank,
-                "WORLD_SIZE": world_size,
-                "LOCAL_WORLD_SIZE": num_ranks,
+                "WORLD_SIZE": self._num_ranks * len(start.members),
+                "LOCAL_WORLD_SIZE": self._num_ranks,
                 "MASTER_ADDR": store[0],
                 "MASTER_PORT": store[1],
                 "TORCHELASTIC_USE_AGENT_STORE": True,
@@ -75,15 +79,13 @@ class Ranks:
             }
             environment = os.environ | {name: str(value) for name, value in variables.items()}
             output = None
-            if logs is not None:
-                logs.mkdir(parents=True, exist_ok=True)
-                copy = ["tee", "-a", str(logs / f"rank_{variables['RANK']}.log")]
-                log = subprocess.Popen(copy, stdin=subprocess.PIPE, start_new_session=True)
-                output = log.stdin
-                self._logs.append(log)
-            command = [sys.executable, *words]
+            if self._logs is not None:
+                self._logs.mkdir(parents=True, exist_ok=True)
+                copy = ["tee", "-a", str(self._logs / f"rank_{variables['RANK']}.log")]
+                self._log_writers.append(subprocess.Popen(copy, stdin=subprocess.PIPE, start_new_session=True))
+                output = self._log_writers[-1].stdin
             self._processes.append(
-                subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
+                subprocess.Popen(self._command, env=environment, stdout=output, stderr=output, start_new_session=True)
             )
             if output is not None:
                 output.close()  # only the rank holds it: the log ends with the rank
@@ -97,7 +99,7 @@ class Ranks:
             return min(failed, key=lambda code: (code != EXIT_USER_ERROR, code == watchdog.EXIT_CODE))
         return None if None in codes else 0
 
-    def send(self, number: signal.Signals) -> None:
+    def send(self, number: int) -> None:
         """Send a signal to the ranks; SIGKILL to the processes that they have started, too."""
         for process in self._processes:
             if process.poll() is None:
@@ -107,186 +109,180 @@ class Ranks:
     def kill(self) -> None:
         """Kill the ranks and wait for their ends: the next ones need their memory and their ports."""
         self.send(signal.SIGKILL)
-        for process in (*self._processes, *self._logs):
+        for process in (*self._processes, *self._log_writers):
             process.wait()
+
+
+class Signals:
+    """The signals of this agent, which are passed on to the ranks later: one may come while ranks are being started.
+
+    Of SIGTERM and SIGINT the first lets the ranks save and end, and the second kills them. After a scheduler's warnings
+    they save and end too, and the job ends well.
+    """
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+        self._due: list[int] = []  # for the ranks
+        for number in (signal.SIGTERM, signal.SIGINT):
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self._receive)
+        take_warnings(lambda number, _frame: self._due.append(number))
+
+    def _receive(self, number: int, _frame: object) -> None:
+        self._due.append(signal.SIGKILL if self.received else signal.SIGTERM)
+        self.received.append(number)
+
+    def pass_on(self, ranks: Ranks) -> None:
+        while self._due:
+            ranks.send(self._due.pop(0))
 
 
 class Agent:
     """The agent of one node. `run` returns the job's exit code."""
 
     def __init__(self, options: argparse.Namespace, words: Sequence[str], limits: Limits, facts: NodeFacts):
-        self._options, self._words, self._limits, self._own_facts = options, words, limits, facts
-        addresses = {name: resolve(_with_port(name, options.port)) for name in options.nodes.split(",")}
-        self._nodes = list(addresses)
-        own = Record(options.node, uuid4().hex[:8])
+        self._options, self._limits, self._facts = options, limits, facts
+        addresses = {name: resolve(_with_port(name, options.port)) for name in options.nodes}
         # Of each node, after its agent's port: the store of the ranks of the starts that the node leads.
         self._stores = {name: (host, port + 1) for name, (host, port) in addresses.items()}
         try:
-            self._peers = Peers(own, addresses, vars(facts))
+            self._peers = Peers(Record(options.node, uuid4().hex[:8]), addresses, vars(facts))
             self._store = dist.TCPStore(
-                *self._stores[own.node], is_master=True, wait_for_workers=False, timeout=timedelta(seconds=STOP_SECONDS)
+                *self._stores[options.node],
+                is_master=True,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=STOP_SECONDS),
             )
         except (OSError, RuntimeError) as error:
-            port = addresses[own.node][1]
-            raise ConfigError(f"{own.node}: port {port} or {port + 1} cannot be served: {error}") from error
-        self._ranks: Ranks | None = None
-        self._since = time.monotonic()  # the last change of the state
+            port = addresses[options.node][1]
+            raise ConfigError(f"{options.node}: port {port} or {port + 1} cannot be served: {error}") from error
+        self._ranks = Ranks(options.num_ranks, words, options.logs)
+        self._signals = Signals()
         self._said = ""
-        self._signals: list[int] = []
-        self._warnings: list[int] = []  # signals of a scheduler, after which ranks save and end, and the job ends well
-        self._num_passed_on = 0  # of the signals, to the ranks
 
     def run(self) -> int:
-        # Signals are passed on later, because one may come while ranks are being started.
-        for number in (signal.SIGTERM, signal.SIGINT):
-            if signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, lambda number, _frame: self._signals.append(number))
-        take_warnings(lambda number, _frame: self._warnings.append(number))
         while self._own.state != "ended":
             if self._own.state == "waiting":
                 self._wait()
             else:
                 self._watch()
             time.sleep(POLL_SECONDS)
-        self._tell_end()
-        return self._own.code or (128 + self._signals[-1] if self._signals else 0)
+        # The record is served until the other nodes have read it, and have ended too.
+        while self._peers.seconds() < END_SECONDS and any(
+            record is not None and record.state != "ended" for record in self._peers.read(self._options.nodes).values()
+        ):
+            time.sleep(POLL_SECONDS)
+        return self._own.code or (128 + self._signals.received[-1] if self._signals.received else 0)
 
     @property
     def _own(self) -> Record:
         return self._peers.own
 
-    def _become(self, **changes: Any) -> None:
-        self._peers.own = replace(self._own, **changes)
-        self._since = time.monotonic()
-
-    def _seconds(self) -> float:
-        return time.monotonic() - self._since
+    def _end(self, code: int | None) -> None:
+        self._peers.become(state="ended", code=code)
 
     def _wait(self) -> None:
         """Join the start that another node leads, lead the next one, or end with the job."""
-        found = self._peers.read(self._nodes)
-        if self._signals:
-            self._become(state="ended")
-        elif ended := end_of_job(self._own, found):
-            self._become(state="ended", code=ended.code)
-        elif joined := start_to_join(self._own, found):
-            self._start(replace(joined, node=self._own.node, incarnation=self._own.incarnation))
+        found, own = self._peers.read(self._options.nodes), self._own
+        is_patient = self._peers.seconds() < self._options.wait
+        if self._signals.received:
+            self._end(own.code)
+        elif ended := end_of_job(own, found):
+            self._end(ended.code)
+        elif joined := start_to_join(own, found):
+            self._start(replace(joined, node=own.node, incarnation=own.incarnation))
+        elif isinstance(start := next_start(own, found, self._limits, is_patient), Record):
+            self._lead(start)
+        elif is_patient or "still run" in start or "leads" in start:
+            self._say(start)
         else:
-            start = next_start(self._own, found, self._limits, self._seconds() < self._options.wait)
-            if isinstance(start, Record):
-                self._lead(start)
-            elif self._seconds() > self._options.wait and "still run" not in start and "leads" not in start:
-                self._say(f"{start}; no other node has come within {self._options.wait:g} s")
-                self._become(state="ended", code=watchdog.EXIT_CODE)
-            else:
-                self._say(start)
+            self._say(f"{start}; no other node has come within {self._options.wait:g} s")
+            self._end(watchdog.EXIT_CODE)
 
     def _lead(self, start: Record) -> None:
         """Publish a start, unless it would restart too often, or a node differs."""
+        own = self._own
         if start.num_restarts > self._limits.max_restarts:
             self._say(f"the ranks have failed again after {self._limits.max_restarts} restarts")
-            code = self._own.code or watchdog.EXIT_CODE
-            self._become(start=start.start, members=start.members, state="ended", code=code)
+            self._peers.become(start=start.start, members=start.members)
+            self._end(own.code or watchdog.EXIT_CODE)
             return
         try:
-            until = time.monotonic() + (MARK_SECONDS if self._options.check else 0)
-            nodes = [node for node in start.members if node != self._own.node]
-            with marked(Path(self._own_facts.disk)) as mark:
-                others = [NodeFacts(**self._peers.facts(node, mark, until)) for node in nodes]
+            problems = self._compare(start) if self._options.check else []
         except (OSError, HTTPException):
             return  # the node has just been lost: the records are read again
-        if problems := find_problems([self._own_facts, *others]) if self._options.check else []:
+        if problems:
             self._say("preflight: " + "\n  ".join(problems))
             if start.start == 1:
-                self._become(start=1, members=start.members, state="ended", code=EXIT_USER_ERROR)
+                self._peers.become(start=1, members=start.members)
+                self._end(EXIT_USER_ERROR)
                 return
             # The job goes on with the nodes that it has had.
-            if new := [node for node in start.members if node not in self._own.members]:
+            if new := [node for node in start.members if node not in own.members]:
                 left_out = dict.fromkeys(new, self._limits.max_failures_of_node)
-                self._peers.own = replace(self._own, failures=self._own.failures | left_out)
+                self._peers.own = replace(own, failures=own.failures | left_out)
                 return
-        lost = [node for node in self._own.members if node not in start.members]
-        self._say(
-            f"start {start.start} on {', '.join(start.members)}" + (f", without {', '.join(lost)}" if lost else "")
-        )
+        lost = [node for node in own.members if node not in start.members]
+        without = f", without {', '.join(lost)}" if lost else ""
+        self._say(f"start {start.start} on {', '.join(start.members)}{without}")
         self._start(start)
 
+    def _compare(self, start: Record) -> list[str]:
+        """Return in what the nodes of a start differ. Raises OSError or HTTPException if one cannot be reached."""
+        until = time.monotonic() + MARK_SECONDS
+        with marked(Path(self._facts.disk)) as mark:
+            others = [NodeFacts(**self._peers.facts(node, mark, until)) for node in start.members if node != start.node]
+        return find_problems([self._facts, *others])
+
     def _start(self, start: Record) -> None:
-        store = self._stores[next(iter(start.members))]
-        logs = None if self._options.logs == "none" else Path(self._options.logs)
-        self._ranks = Ranks(start, self._options.num_ranks, store, self._words, logs)
-        self._peers.own = replace(start, state="running", code=None)
-        self._since = time.monotonic()
+        self._ranks.start(start, self._stores[start.leader])
+        self._peers.become(**vars(start) | {"state": "running", "code": None})
 
     def _watch(self) -> None:
         """Follow the ranks of this node and the records of the others."""
-        assert self._ranks is not None
-        self._pass_on_signals()
+        self._signals.pass_on(self._ranks)
         # Read first: the ranks of other nodes end a moment after the failure that ends these.
-        code = self._ranks.code()
-        found = self._peers.read(self._nodes if self._own.leads else list(self._own.members)[:1])
-        ended = [record for record in found.values() if record and record.state == "ended"]
-        codes = [record.code for record in ended if self._own.has_member(record) and record.code]
+        code, own = self._ranks.code(), self._own
+        found = self._peers.read(self._options.nodes if own.leads else [own.leader])
+        members = [record for record in found.values() if record and own.has_member(record)]
+        codes = [record.code for record in members if record.state == "ended" and record.code]
         if codes or code == EXIT_USER_ERROR:
             self._ranks.kill()
-            self._become(state="ended", code=next(iter(codes), code))
+            self._end(next(iter(codes), code))
         elif code:
             self._stop(f"ranks have failed here with exit code {code}", code)
-        elif is_broken(self._own, found, self._seconds() < JOIN_SECONDS):
+        elif is_broken(own, found, self._peers.seconds() < JOIN_SECONDS):
             self._stop("another node was lost, or its ranks have failed", None)
         elif code == 0:
-            self._finish(found)
-        else:
+            self._finish(members)
+        elif own.state == "running" and self._peers.seconds() >= self._options.grow_after:
             self._regroup(found)
 
     def _stop(self, reason: str, code: int | None) -> None:
-        assert self._ranks is not None
         self._say(f"start {self._own.start} ends: {reason}")
         self._ranks.kill()
-        self._become(state="waiting", code=code)
+        self._peers.become(state="waiting", code=code)
 
-    def _finish(self, found: dict[str, Record | None]) -> None:
+    def _finish(self, members: Sequence[Record]) -> None:
         """Wait for the ranks of the other nodes; the leader then ends the job, or it goes on to the next start."""
-        members = [record for node, record in found.items() if record and node in self._own.members]
-        if any(record.state == "regrouping" for record in members) and not self._signals:
-            if not self._own.leads or all(r.state != "running" for r in members):
-                self._become(state="waiting")
-        elif self._own.state == "running":
-            self._become(state="done")
-        elif self._own.leads:
-            if all(record.state in ("done", "ended") for record in members):
-                self._become(state="ended", code=0)
-        elif any(record.leads and record.state == "ended" for record in members):
-            self._become(state="ended", code=0)
+        own, states = self._own, {record.state for record in members}
+        if "regrouping" in states and not self._signals.received:
+            if not own.leads or "running" not in states:
+                self._peers.become(state="waiting")
+        elif own.state == "running":
+            self._peers.become(state="done")
+        elif states <= {"done", "ended"} if own.leads else states == {"ended"}:
+            self._end(0)
 
     def _regroup(self, found: dict[str, Record | None]) -> None:
         """Ask the ranks to save and to end if nodes can be added; they go on from there in the next start."""
-        assert self._ranks is not None
-        if self._own.state != "running" or self._seconds() < self._options.grow_after:
-            return
-        leader = found[next(iter(self._own.members))]
+        leader = found[self._own.leader]
         if self._own.leads and can_grow(self._own, found, self._limits):
             self._say(f"start {self._own.start} is stopped, to add nodes")
         elif leader is None or leader.state != "regrouping":
             return
-        self._become(state="regrouping")
+        self._peers.become(state="regrouping")
         self._ranks.send(signal.SIGTERM)
-
-    def _pass_on_signals(self) -> None:
-        """Pass the first signal on to the ranks, which save and end; kill them after the second."""
-        assert self._ranks is not None
-        while self._warnings:
-            self._ranks.send(signal.Signals(self._warnings.pop()))
-        while self._num_passed_on < len(self._signals):
-            self._ranks.send(signal.SIGKILL if self._num_passed_on else signal.SIGTERM)
-            self._num_passed_on += 1
-
-    def _tell_end(self) -> None:
-        """Serve the record until all other nodes have ended too, or the time is over."""
-        while self._seconds() < END_SECONDS:
-            if all(record is None or record.state == "ended" for record in self._peers.read(self._nodes).values()):
-                return
-            time.sleep(POLL_SECONDS)
 
     def _say(self, line: str) -> None:
         if line != self._said:
@@ -299,16 +295,10 @@ def _with_port(node: str, port: int) -> str:
     return node if ":" in node else f"{node}:{port}"
 
 
-def main(
-    words: Sequence[str],
-    describe_job: DescribeJob = arguments_only,
-    find_problem: FindProblem = lambda arguments, num_nodes, num_ranks: None,
-) -> NoReturn:
+def main(words: Sequence[str], describe_job: DescribeJob, find_problem: FindProblem) -> NoReturn:
     """Run the agent of this node. `words` are its options, and after `--` the program and its arguments."""
     parser = argparse.ArgumentParser(
-        prog="python -m parallel.launch.elastic",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="python -m gpt.elastic", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--nodes", required=True, help="HOST or HOST:PORT of each node, separated by commas")
     parser.add_argument("--node", help="this node's entry in the list; found by its address if it is not given")
@@ -323,15 +313,16 @@ def main(
     parser.add_argument("--logs", help="folder of the ranks' logs, `none` for no logs; logs in the job's folder")
     own, program = split_words(words)
     options = parser.parse_args(own)
-    arguments = program[1:]
-    names = options.nodes.split(",")
+    arguments, names = program[1:], options.nodes.split(",")
+    options.nodes = names
     options.node = options.node or next((n for n in names if find_route(_with_port(n, options.port)).is_host), None)
     if options.node not in names:
-        raise ConfigError(f"this node is none of --nodes {options.nodes}; name it with --node")
+        raise ConfigError(f"this node is none of --nodes {','.join(names)}; name it with --node")
     if not 1 <= options.min_nodes <= len(names):
         raise ConfigError(f"--min_nodes {options.min_nodes} is not in 1 to {len(names)}, the number of --nodes")
-    job: Job = describe_job(arguments, len(names) * options.num_ranks)
-    options.logs = options.logs or ("none" if job.folder == Path() else str(job.folder / "logs"))
+    job = describe_job(arguments, len(names) * options.num_ranks)
+    logs = options.logs or ("none" if job.folder == Path() else job.folder / "logs")
+    options.logs = None if logs == "none" else Path(logs)
     # Asked for whenever nodes come or go; the answer takes a moment.
     problem_on = cache(lambda num_nodes: find_problem(arguments, num_nodes, options.num_ranks))
     limits = Limits(
@@ -340,8 +331,3 @@ def main(
     if not any(map(limits.fits, range(options.min_nodes, len(names) + 1))):
         raise ConfigError(problem_on(len(names)))
     sys.exit(Agent(options, program, limits, replace(find_facts(job), name=options.node)).run())
-
-
-if __name__ == "__main__":
-    with exit_on_config_error():
-        main(sys.argv[1:])

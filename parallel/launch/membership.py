@@ -22,7 +22,7 @@ from typing import Any, Literal
 from urllib.parse import quote, unquote
 
 from parallel import watchdog
-from parallel.launch.node_facts import MARK_POLL_SECONDS, sees
+from parallel.launch.node_facts import MARK_POLL_SECONDS, seconds_ahead, sees
 
 FACTS = "/facts?"
 REPLY_SECONDS = 2.0  # for which a reply is awaited
@@ -51,8 +51,12 @@ class Record:
     failures: dict[str, int] = field(default_factory=dict)
 
     @property
+    def leader(self) -> str:
+        return next(iter(self.members), "")
+
+    @property
     def leads(self) -> bool:
-        return next(iter(self.members), None) == self.node
+        return self.leader == self.node
 
     def has_member(self, other: "Record") -> bool:
         return self.members.get(other.node) == other.incarnation
@@ -74,7 +78,7 @@ class Limits:
 def is_broken(own: Record, found: Found, may_still_join: bool) -> bool:
     """Return True if the start in which this node takes part cannot go on. Reads only the leader unless it leads."""
     if not own.leads:
-        leader = found[next(iter(own.members))]
+        leader = found[own.leader]
         return leader is None or not own.has_member(leader) or leader.start != own.start or leader.state == "waiting"
     others = [found[node] for node in own.members if node != own.node]
     return any(
@@ -172,8 +176,8 @@ class Peers:
     """
 
     def __init__(self, own: Record, addresses: Mapping[str, tuple[str, int]], facts: Any):
-        self.own = own
-        self._addresses = addresses
+        self.own, self._addresses = own, addresses
+        self._since = time.monotonic()  # the last change of the own state
         self._seen: dict[str, tuple[float, Record]] = {}
         self._pool = ThreadPoolExecutor(max_workers=min(32, len(addresses)))
         peers = self
@@ -200,25 +204,31 @@ class Peers:
         self._server = Server(("", addresses[own.node][1]), Handler)
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
+    def become(self, **changes: Any) -> None:
+        """Publish another state of this node."""
+        self.own = replace(self.own, **changes)
+        self._since = time.monotonic()
+
+    def seconds(self) -> float:
+        """Return for how long this node has been in its state."""
+        return time.monotonic() - self._since
+
     def read(self, nodes: Sequence[str]) -> dict[str, Record | None]:
         """Return the records of some nodes, this one's own included if it is among them."""
         return dict(zip(nodes, self._pool.map(self._read, nodes), strict=True))
 
     def facts(self, node: str, mark: str, until: float) -> Any:
-        """Return the facts of a node, with the seconds that its clock is ahead, 0 if the reply took longer than that.
+        """Return the facts of a node, which looks for the file `mark`, unless that is empty.
 
-        The node looks for the file `mark`, unless it is empty; if it does not see it, it is asked again up to this time
-        of the monotonic clock. Raises OSError or HTTPException.
+        If it does not see it, it is asked again up to this monotonic time. Raises OSError or HTTPException.
         """
         while True:
             asked = time.time()
             facts = self._get(node, f"{FACTS}{quote(mark)}")
-            answered = time.time()
+            ahead = seconds_ahead(facts["clock_seconds"], asked, time.time())
             if facts["shares_folder"] or time.monotonic() >= until:
-                break
+                return facts | {"clock_seconds": ahead}
             time.sleep(MARK_POLL_SECONDS)
-        ahead = facts["clock_seconds"] - (asked + answered) / 2
-        return facts | {"clock_seconds": ahead if abs(ahead) > answered - asked else 0.0}
 
     def _read(self, node: str) -> Record | None:
         if node == self.own.node:

@@ -113,6 +113,12 @@ def sees(mark: str, seconds: float) -> bool:
     return True
 
 
+def seconds_ahead(there: float, asked: float, answered: float) -> float:
+    """Return by how much another node's clock, which was read for a reply, is ahead; 0 if the reply took longer."""
+    ahead = there - (asked + answered) / 2
+    return ahead if abs(ahead) > answered - asked else 0.0
+
+
 def find_problems(nodes: Sequence[NodeFacts]) -> list[str]:
     """Return a line for each problem, with the name of its node.
 

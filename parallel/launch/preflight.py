@@ -1,30 +1,43 @@
 """A check before a job starts, by one process on each node: all nodes are present and agree.
 
-    python -m parallel.launch.preflight --nodes 2 --meet node0:29501 [--names node0,node1] -- ARGUMENTS OF THE PROGRAM
+    python -m gpt.preflight --nodes 2 --meet node0:29501 [--names node0,node1] -- ARGUMENTS OF THE PROGRAM
 
-It reports what differs on which node, with exit code 2. Run like this, it compares the program's arguments literally. A
-program that knows the settings and files that they stand for calls `main` with a `describe_job` (gpt/preflight.py,
-which scripts/launch runs before every training).
+    first node      serves a store, replies with its clock's time, collects the facts of all nodes, sets the verdict
+    other nodes     request the first node's clock's time, report their facts, wait for the verdict
+
+The first node sets the verdict, a list of problems, when all nodes have reported or the time is over. Every node reads
+the same list, so either all of them start the job or none does; the exit code is then 2.
 """
 
 import argparse
 import json
 import sys
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
+from datetime import timedelta
 
-from parallel.errors import ConfigError, exit_on_config_error
-from parallel.launch.node_facts import Job, find_facts, marked
-from parallel.launch.roll_call import collect_facts, connect, report_facts, wait_for_end
+import torch.distributed as dist
+
+from parallel.errors import ConfigError, first_line
+from parallel.launch.node_facts import (
+    MARK_SECONDS,
+    Job,
+    NodeFacts,
+    find_facts,
+    find_problems,
+    marked,
+    seconds_ahead,
+    sees,
+)
 from parallel.launch.route import find_route, resolve
-from parallel.store import shared_store
+from parallel.store import Decisions
 from parallel.world import World
 
+POLL_SECONDS = 0.002
+
 DescribeJob = Callable[[Sequence[str], int | None], Job]  # (the program's arguments, number of ranks if known) -> Job
-
-
-def arguments_only(arguments: Sequence[str], num_ranks: int | None) -> Job:
-    """Return a Job whose settings are the program's arguments, unchanged."""
-    return Job(settings=tuple(arguments))
 
 
 def check_nodes(options: argparse.Namespace, job: Job) -> None:
@@ -34,37 +47,111 @@ def check_nodes(options: argparse.Namespace, job: Job) -> None:
     facts = find_facts(job, route.local_address)
     store = connect(resolve(options.meet), route.is_host, facts.name, options.wait)
     if not route.is_host:
-        if report_facts(store, facts, options.nodes, options.wait):
-            # A scheduler ends all nodes as soon as one has failed: the first one prints the problems before.
-            wait_for_end(store, options.wait)
+        if report(store, facts, options.nodes, options.wait):
+            # A scheduler ends all nodes as soon as one has failed: the first one, and with it the store, ends before.
+            with suppress(RuntimeError):
+                store.wait(["nodes/end"], timedelta(seconds=options.wait))
             raise ConfigError(f"{facts.name}: the preflight has found problems; the first node prints them")
         return
     names = [name for name in options.names.split(",") if name]
     with marked(job.folder) as mark:
-        nodes, problems = collect_facts(store, facts, options.nodes, names, options.wait, mark)
-    if problems:
-        raise ConfigError("preflight: " + "\n  ".join(problems))
+        nodes, problems = collect(store, facts, options.nodes, names, options.wait, mark)
+    refuse(problems)
     number = "1 node is ready" if len(nodes) == 1 else f"{len(nodes)} nodes are alike"
     sys.stderr.write(f"preflight: {number}: {', '.join(node.name for node in nodes)}\n")
 
 
-def check_by_store(world: World, job: Job, wait_seconds: float) -> None:
+def check_ranks(world: World, job: Job) -> None:
     """Compare the nodes of a started job, each represented by its first rank. Raises ConfigError on all ranks."""
-    store = shared_store()
-    num_nodes = world.size // world.local_size
-    if world.is_first:
-        collect_facts(store, find_facts(job), num_nodes, [], wait_seconds)
-    elif world.local_rank == 0:
-        report_facts(store, find_facts(job), num_nodes, wait_seconds)
-    # All ranks wait here for the verdict, which the first rank sets when every node has reported.
-    if problems := json.loads(store.get("nodes/verdict")):
+    own = asdict(find_facts(job)) if world.local_rank == 0 else None
+    refuse(
+        Decisions(world.rank, world.size).decide(
+            own, lambda by_rank: find_problems([NodeFacts(**facts) for facts in by_rank if facts])
+        )
+    )
+
+
+def refuse(problems: Sequence[str]) -> None:
+    if problems:
         raise ConfigError("preflight: " + "\n  ".join(problems))
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of every preflight, with a launcher and without."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--wait", type=float, default=120.0, help="seconds to wait for the others")
+def connect(endpoint: tuple[str, int], is_host: bool, node: str, wait_seconds: float) -> dist.Store:
+    """Return a connection to the first node's store. Raises ConfigError if it cannot be served or reached."""
+    address, port = endpoint
+    try:
+        timeout = timedelta(seconds=wait_seconds)
+        return dist.TCPStore(address, port, is_master=is_host, wait_for_workers=False, timeout=timeout)
+    except (RuntimeError, OSError) as error:
+        if is_host:
+            problem = f"port {port} cannot be served here ({first_line(error)}); choose another"
+        else:
+            problem = (
+                f"{address}:{port} cannot be reached within {wait_seconds:g} s: start the first node, and let its "
+                f"ports {port - 1} and {port} through the firewall"
+            )
+        raise ConfigError(f"{node}: {problem}") from error
+
+
+def report(store: dist.Store, facts: NodeFacts, num_nodes: int, wait_seconds: float) -> list[str]:
+    """Report the facts of a node other than the first; return the problems of all. Raises ConfigError."""
+    number = store.add("nodes/number", 1)
+    if number >= num_nodes:
+        raise ConfigError(
+            f"{facts.name}: is one node too many: NNODES={num_nodes}; raise it, or start the job on {num_nodes} nodes"
+        )
+    try:
+        is_shared = sees(store.get("nodes/mark").decode(), min(MARK_SECONDS, wait_seconds / 2))
+        # The clocks are compared before the facts are set: as soon as it has all facts, the first node stops replying.
+        asked = time.time()
+        store.set(f"nodes/asked/{number}", "")
+        there = float(store.get(f"nodes/clock/{number}"))
+        ahead = -seconds_ahead(there, asked, time.time())
+        facts = replace(facts, clock_seconds=ahead, shares_folder=is_shared)
+        store.set(f"nodes/facts/{number}", json.dumps(asdict(facts)))
+        store.wait(["nodes/verdict"], timedelta(seconds=2 * wait_seconds))
+        return json.loads(store.get("nodes/verdict"))
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"{facts.name}: the first node has ended, or does not answer: {first_line(error)}; see its output"
+        ) from error
+    finally:
+        # Tells the first node, which serves the store for so long, that this one has read the verdict.
+        with suppress(RuntimeError, ValueError):
+            store.add("nodes/num_left", 1)
+
+
+def collect(
+    store: dist.Store, facts: NodeFacts, num_nodes: int, names: Sequence[str], wait_seconds: float, mark: str = ""
+) -> tuple[list[NodeFacts], list[str]]:
+    """Serve the other nodes, and return (the facts of all nodes that reported, the problems). For the first node.
+
+    The other nodes look for the file `mark`, unless it is empty. Returns when all of them have read the verdict.
+    """
+    store.set("nodes/mark", mark)
+    found, has_time = {0: facts}, set[int]()
+    deadline = time.monotonic() + wait_seconds
+    while len(found) < num_nodes and time.monotonic() < deadline:
+        for number in range(1, min(num_nodes, store.add("nodes/number", 0) + 1)):
+            if number not in has_time and store.check([f"nodes/asked/{number}"]):
+                store.set(f"nodes/clock/{number}", repr(time.time()))
+                has_time.add(number)
+            if number not in found and store.check([f"nodes/facts/{number}"]):
+                found[number] = NodeFacts(**json.loads(store.get(f"nodes/facts/{number}")))
+        time.sleep(POLL_SECONDS)
+    nodes = [found[number] for number in sorted(found)]
+    problems = find_problems(nodes)
+    if len(nodes) < num_nodes:
+        missing = [name for name in names if not any(node.has_name(name) for node in nodes)]
+        which = f"; missing: {', '.join(missing)}" if missing else ""
+        here = ", ".join(node.name for node in nodes)
+        problems.insert(0, f"{len(nodes)} of {num_nodes} nodes have reported within {wait_seconds:g} s: {here}{which}")
+    # The store ends with this process. So it waits, after it has set the verdict, until all nodes have read it.
+    store.set("nodes/verdict", json.dumps(problems))
+    deadline = time.monotonic() + wait_seconds
+    while store.add("nodes/num_left", 0) < len(nodes) - 1 and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+    return nodes, problems
 
 
 def split_words(words: Sequence[str]) -> tuple[Sequence[str], list[str]]:
@@ -73,13 +160,15 @@ def split_words(words: Sequence[str]) -> tuple[Sequence[str], list[str]]:
     return words[:end], list(words[end + 1 :])
 
 
-def main(words: Sequence[str], describe_job: DescribeJob = arguments_only) -> None:
+def main(words: Sequence[str], describe_job: DescribeJob) -> None:
     """Run the preflight, and print the job's folder. Raises ConfigError.
 
     `words` are the preflight's options, and after `--` the arguments of the program.
     """
-    parser = argparse.ArgumentParser(prog="python -m parallel.launch.preflight", description=__doc__)
-    add_arguments(parser)
+    parser = argparse.ArgumentParser(
+        prog="python -m gpt.preflight", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--wait", type=float, default=120.0, help="seconds to wait for the others")
     parser.add_argument("--nodes", type=int, default=1, help="nodes of the job")
     parser.add_argument("--num_ranks", type=int, help="ranks of the job")
     parser.add_argument("--meet", required=True, help="HOST:PORT of a store on the first node")
@@ -89,8 +178,3 @@ def main(words: Sequence[str], describe_job: DescribeJob = arguments_only) -> No
     job = describe_job(arguments, options.num_ranks)
     check_nodes(options, job)
     sys.stdout.write(f"{job.folder}\n")
-
-
-if __name__ == "__main__":
-    with exit_on_config_error():
-        main(sys.argv[1:])

@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from parallel.tensor.layers import ColumnLinear, column_linears, part_of
+from parallel.tensor.layers import Linears, column_linears, part_of
 from parallel.tensor.products import OWN_PRECISION, Products
 from parallel.tensor.token_layout import TokenLayout
 
@@ -28,7 +28,7 @@ class PackedHeads(nn.Module):
     """
 
     split_dims: ClassVar = {"weight": 0, "bias": 0}
-    traced: ColumnLinear | None = None
+    traced: Linears | None = None
     products: Products = OWN_PRECISION
 
     def __init__(self, in_features: int, num_heads: int, head_dim: int, tokens: TokenLayout, has_bias: bool):
@@ -52,7 +52,7 @@ class GroupedHeads(nn.Module):
     keys and values, or be a multiple of it. `traced` is as for a column-parallel layer.
     """
 
-    traced: ColumnLinear | None = None
+    traced: Linears | None = None
     products: Products = OWN_PRECISION
     dims: ClassVar = {"q_weight": 0, "q_bias": 0, "kv_weight": 0, "kv_bias": 0}
 

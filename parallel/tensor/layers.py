@@ -19,8 +19,8 @@ from parallel.tensor.products import OWN_PRECISION, Products, Tensors
 from parallel.tensor.token_layout import TokenLayout
 from parallel.torch_internals import FunctionalTensor
 
-ColumnLinear = Callable[[Tensor, Tensors, Tensors], list[Tensor]]  # (x, weights, biases) -> one y a weight
-RowLinear = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # (x, weight, bias) -> y
+Linears = Callable[[Tensor, Tensors, Tensors], list[Tensor]]  # (x, weights, biases) -> one y a weight
+Gradients = tuple[Tensor | None, list[Tensor], list[Tensor]]  # of x, weights and biases
 
 
 def is_traced(x: Tensor) -> bool:
@@ -48,7 +48,7 @@ class ColumnParallelLinear(nn.Module):
     """
 
     split_dims: ClassVar = {"weight": 0, "bias": 0}
-    traced: ColumnLinear | None = None
+    traced: Linears | None = None
     products: Products = OWN_PRECISION
 
     def __init__(self, in_features: int, out_features: int, tokens: TokenLayout, has_bias: bool = True):
@@ -72,7 +72,7 @@ class RowParallelLinear(nn.Module):
     """
 
     split_dims: ClassVar = {"weight": 1}
-    traced: RowLinear | None = None
+    traced: Linears | None = None
     products: Products = OWN_PRECISION
 
     def __init__(self, in_features: int, out_features: int, tokens: TokenLayout, has_bias: bool = True):
@@ -84,7 +84,7 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.traced is not None and is_traced(x):
-            return self.traced(x, self.weight, self.bias)
+            return self.traced(x, [self.weight], [] if self.bias is None else [self.bias])[0]
         # The bias is added once in the sum over ranks, as part of the product: a pass of its own would take longer.
         bias = None if self.bias is None else _OnFirstRank.apply(self.bias, self.tokens.axis)
         return _Reduce.apply(self.products.linear(x, self.weight, bias), self.tokens)
@@ -150,7 +150,7 @@ class ColumnParallel(Protocol):
     """A module that applies column-parallel layers; `traced` and `products` are those of `ColumnParallelLinear`."""
 
     tokens: TokenLayout
-    traced: ColumnLinear | None
+    traced: Linears | None
     products: Products
 
 
@@ -177,7 +177,7 @@ def column_gradients(
     weights: Tensors,
     split: Split,
     needed: tuple[bool, bool, bool] = (True, True, True),
-) -> tuple[Tensor | None, list[Tensor], list[Tensor]]:
+) -> Gradients:
     """Return the gradients of the input, of the weights and of the biases of column-parallel layers.
 
     `needed` says of each of the three whether it is; what is not needed is None or an empty list. The gather overlaps
@@ -199,21 +199,24 @@ def column_gradients(
     return grad_x, grad_weights, grad_biases
 
 
-def row_product(x: Tensor, weight: Tensor, bias: Tensor | None, split: Split) -> Tensor:
+def row_products(x: Tensor, weights: Tensors, biases: Tensors, split: Split) -> list[Tensor]:
     """Return the output of a row-parallel layer, without a graph."""
-    bias = bias if bias is None or split.tokens.axis.rank == 0 else torch.zeros_like(bias)
-    (partial_sums,) = split.products.outputs(x, [weight], [] if bias is None else [bias])
+    if split.tokens.axis.rank > 0:
+        biases = [torch.zeros_like(bias) for bias in biases]
+    (partial_sums,) = split.products.outputs(x, weights, biases)
     sums, reduced = split.tokens.reduce(partial_sums)
     reduced.wait()
-    return sums
+    return [sums]
 
 
-def row_gradients(grad: Tensor, x: Tensor, weight: Tensor, split: Split, has_bias: bool = True) -> list[Tensor]:
-    """Return the gradients of x, of the weight, and of the bias if there is one, of a row-parallel layer."""
-    whole, gathered = split.tokens.gather(grad)
+def row_gradients(
+    grads: Tensors, x: Tensor, weights: Tensors, split: Split, needed: tuple[bool, bool, bool]
+) -> Gradients:
+    """Return the gradients of a row-parallel layer: of its input, its weight, and its bias if that is needed."""
+    whole, gathered = split.tokens.gather(grads[0])
     gathered.wait()
-    of_x, of_weight = split.products.input_gradient([whole], [weight]), split.products.weight_gradients([whole], x)
-    return [of_x, *of_weight, *([whole.sum(0)] if has_bias else [])]
+    of_x, of_weights = split.products.input_gradient([whole], weights), split.products.weight_gradients([whole], x)
+    return of_x, of_weights, [whole.sum(0)] if needed[2] else []
 
 
 def gather_columns(own: Tensor, axis: Axis) -> Tensor:

@@ -21,7 +21,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from parallel.mesh import Axis, Work
-from parallel.tensor.softmax import CHUNK_TOKENS, COPIES_OF_ROWS, Softmax, cap_derivative, capped, rows_at_once
+from parallel.tensor.softmax import (
+    CHUNK_TOKENS,
+    COPIES_OF_ROWS,
+    Softmax,
+    cap_derivative,
+    capped,
+    log_sums,
+    log_sums_to_gradients_,
+    rows_at_once,
+    to_gradients_,
+)
 from parallel.tensor.token_layout import TokenLayout
 from parallel.torch_internals import FakeTensor
 
@@ -112,11 +122,11 @@ class _Head:
         # A view without the padding: writing -inf there would be a pass of its own if the functions are compiled.
         words = logits[:, : max(self.vocab_size - axis.rank * num_words, 0)]
         if factors is not None and axis.size == 1:
-            sums = self.softmax.log_sums_to_gradients_(words, factors)
+            sums = self.softmax.run(log_sums_to_gradients_, words, factors)
         else:
-            sums, target_logit = _over_ranks(self.softmax.log_sums(words), target_logit, axis)
+            sums, target_logit = _over_ranks(self.softmax.run(log_sums, words), target_logit, axis)
             if factors is not None:
-                self.softmax.to_gradients_(words, sums, factors)
+                self.softmax.run(to_gradients_, words, sums, factors)
         losses = sums - target_logit
         if factors is not None:
             if words.shape[1] < num_words:

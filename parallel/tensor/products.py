@@ -31,22 +31,18 @@ class OwnPrecision:
     """Products in the data type of their operands."""
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return y, with a graph."""
         return F.linear(x, weight, bias)
 
     def outputs(self, x: Tensor, weights: Tensors, biases: Tensors) -> list[Tensor]:
-        """Return y for each weight, without a graph."""
         return [F.linear(x, weight, bias) for weight, bias in zip_longest(weights, biases)]
 
     def input_gradient(self, grads: Tensors, weights: Tensors) -> Tensor:
-        """Return the gradient of x."""
         total = grads[0] @ weights[0]
         for grad, weight in zip(grads[1:], weights[1:], strict=True):
             torch.addmm(total, grad, weight, out=total)
         return total
 
     def weight_gradients(self, grads: Tensors, x: Tensor) -> list[Tensor]:
-        """Return the gradient of each weight."""
         return [grad.t() @ x for grad in grads]
 
 

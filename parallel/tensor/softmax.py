@@ -35,12 +35,29 @@ def cap_derivative(capped_logits: Tensor, cap: float) -> Tensor:
     return (capped_logits / cap).square_().neg_().add_(1)
 
 
-def log_sums(logits: Tensor, *, cap: float | None = None) -> Tensor:
+@dataclass(frozen=True)
+class Softmax:
+    """The options of the functions of this module, and whether inductor compiles them.
+
+    `chunk_tokens` is the largest number of tokens, of all ranks, whose logits exist at once.
+    """
+
+    is_compiled: bool = False
+    cap: float | None = None
+    z_loss: float = 0.0
+    chunk_tokens: int = CHUNK_TOKENS
+
+    def run(self, function: Callable[..., Any], *tensors: Tensor) -> Any:
+        """Call a function of this module with these options."""
+        return _prepared(function, self)(*tensors)
+
+
+def log_sums(softmax: Softmax, logits: Tensor) -> Tensor:
     """Return the logarithm of the sum of the exponentials of each row, (rows,), of logits (rows, words).
 
     `Tensor.logsumexp` would make a copy of its own, beside that in fp32, which no observer of operations sees.
     """
-    wide = capped(logits, cap)
+    wide = capped(logits, softmax.cap)
     if not wide.shape[1]:  # all words of this rank are padding
         return wide.new_full((len(wide),), -math.inf)
     largest = wide.amax(-1, keepdim=True)
@@ -48,29 +65,27 @@ def log_sums(logits: Tensor, *, cap: float | None = None) -> Tensor:
     return (largest + exponentials.exp_().sum(-1, keepdim=True).log())[:, 0]
 
 
-def to_gradients_(
-    logits: Tensor, sums: Tensor, factors: Tensor, *, cap: float | None = None, z_loss: float = 0.0
-) -> None:
+def to_gradients_(softmax: Softmax, logits: Tensor, sums: Tensor, factors: Tensor) -> None:
     """Replace the logits (rows, words) by the gradients of their `sums`, which log_sums returned.
 
     They are probabilities, times the factor of each row, if there is neither a cap nor a z-loss.
     """
-    wide = capped(logits, cap)
-    slopes = None if cap is None else cap_derivative(wide, cap)
-    wide.sub_(sums[:, None]).exp_().mul_(_with_z_loss(factors, sums, z_loss)[:, None])
+    wide = capped(logits, softmax.cap)
+    slopes = None if softmax.cap is None else cap_derivative(wide, softmax.cap)
+    wide.sub_(sums[:, None]).exp_().mul_(_with_z_loss(factors, sums, softmax.z_loss)[:, None])
     if slopes is not None:
         wide.mul_(slopes)
     logits.copy_(wide)  # returns early if both are the same memory
 
 
-def log_sums_to_gradients_(logits: Tensor, factors: Tensor, *, cap: float | None = None, z_loss: float = 0.0) -> Tensor:
+def log_sums_to_gradients_(softmax: Softmax, logits: Tensor, factors: Tensor) -> Tensor:
     """Return the `log_sums` of the logits, and replace the logits as `to_gradients_` does."""
-    wide = capped(logits, cap)
-    slopes = None if cap is None else cap_derivative(wide, cap)
+    wide = capped(logits, softmax.cap)
+    slopes = None if softmax.cap is None else cap_derivative(wide, softmax.cap)
     largest = wide.amax(-1, keepdim=True)
     totals = wide.sub_(largest).exp_().sum(-1, keepdim=True)
     sums = (largest + totals.log())[:, 0]
-    factors = _with_z_loss(factors, sums, z_loss)
+    factors = _with_z_loss(factors, sums, softmax.z_loss)
     wide.mul_(factors[:, None] / totals)
     if slopes is not None:
         wide.mul_(slopes)
@@ -83,41 +98,14 @@ def _with_z_loss(factors: Tensor, sums: Tensor, z_loss: float) -> Tensor:
     return factors * (1 + 2 * z_loss * sums) if z_loss else factors
 
 
-@dataclass(frozen=True)
-class Softmax:
-    """The functions of this module with their options, eager or compiled by inductor.
-
-    `chunk_tokens` is the largest number of tokens, of all ranks, whose logits exist at once.
-    """
-
-    is_compiled: bool = False
-    cap: float | None = None
-    z_loss: float = 0.0
-    chunk_tokens: int = CHUNK_TOKENS
-
-    def log_sums(self, logits: Tensor) -> Tensor:
-        """See log_sums."""
-        return _prepared(log_sums, self.is_compiled, cap=self.cap)(logits)
-
-    def to_gradients_(self, logits: Tensor, sums: Tensor, factors: Tensor) -> None:
-        """See to_gradients_."""
-        function = _prepared(to_gradients_, self.is_compiled, cap=self.cap, z_loss=self.z_loss)
-        function(logits, sums, factors)
-
-    def log_sums_to_gradients_(self, logits: Tensor, factors: Tensor) -> Tensor:
-        """See log_sums_to_gradients_."""
-        function = _prepared(log_sums_to_gradients_, self.is_compiled, cap=self.cap, z_loss=self.z_loss)
-        return function(logits, factors)
-
-
 @cache
-def _prepared(function: Callable[..., Any], is_compiled: bool, **options: float | None) -> Callable[..., Any]:
+def _prepared(function: Callable[..., Any], softmax: Softmax) -> Callable[..., Any]:
     """Return the function of tensors that is `function` with the options, compiled or eager."""
 
     def with_options(*tensors: Tensor) -> Any:
-        return function(*tensors, **options)
+        return function(softmax, *tensors)
 
-    return compiled(with_options) if is_compiled else some_rows_at_once(with_options)
+    return compiled(with_options) if softmax.is_compiled else some_rows_at_once(with_options)
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -148,7 +136,7 @@ def inductor_works(device: torch.device) -> bool:
     if device.type != "cuda":
         return False
     try:
-        Softmax(is_compiled=True).log_sums(torch.zeros(2, 8, device=device))
+        Softmax(is_compiled=True).run(log_sums, torch.zeros(2, 8, device=device))
     except (RuntimeError, ImportError, OSError, SubprocessError):  # no triton, no C compiler, or too old a GPU
         return False
     return True

@@ -40,8 +40,4 @@ def packed_rows(module: nn.Module) -> dict[str, tuple[int, ...]]:
     A module lists them in `packed_rows`. The rows of the parameter repeat: so many of the first matrix, so many of the
     second one, and so on, and then again of the first. Each tensor rank has whole repetitions.
     """
-    return {
-        f"{prefix}.{name}" if prefix else name: rows
-        for prefix, submodule in module.named_modules()
-        for name, rows in getattr(submodule, "packed_rows", {}).items()
-    }
+    return _listed(module, "packed_rows")

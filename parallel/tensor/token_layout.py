@@ -10,10 +10,9 @@ Tokens of all sequences are in one dim, so a stretch is contiguous and a collect
 parallelism, "all tokens" are those of this rank's stretch of each sequence.
 """
 
-from collections.abc import Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -23,60 +22,38 @@ from parallel.tensor.random_streams import own_random_stream
 NO_CONTEXT = Axis.trivial("context")
 
 
-class TokenLayout(Hashable, Protocol):
-    """A layout. `gather` and `reduce` launch a collective; wait for the `Work` before the result is read."""
-
-    @property
-    def axis(self) -> Axis:
-        """The tensor axis."""
-
-    @property
-    def context(self) -> Axis:
-        """The axis whose ranks have other stretches of the same sequences."""
-
-    @property
-    def num_parts(self) -> int:
-        """The number of stretches into which the tokens are divided; it must divide the number of tokens."""
-
-    @property
-    def replicas(self) -> Axis:
-        """The ranks that hold the same tokens."""
-
-    def gather(self, local: Tensor) -> tuple[Tensor, Work]:
-        """Gather the tokens of all ranks. Returns `local` itself if every rank has all tokens."""
-
-    def reduce(self, partial: Tensor) -> tuple[Tensor, Work]:
-        """Sum the partial sums for all tokens over ranks, and return those for this rank's. May overwrite `partial`."""
-
-    def cut(self, whole: Tensor) -> Tensor:
-        """Return the rows of this rank's tokens, a view of the rows of all tokens."""
-
-    def random_stream(self) -> AbstractContextManager[None]:
-        """Return a context in which two ranks draw the same random numbers if and only if they hold the same tokens."""
-
-
 @dataclass(frozen=True)
 class ReplicatedTokens:
-    """A layout in which every rank holds all tokens (Megatron-LM, 2019)."""
+    """A layout in which every rank holds all tokens (Megatron-LM, 2019).
+
+    `context` is the axis whose ranks have other stretches of the same sequences. Wait for the `Work` of a collective
+    before its result is read.
+    """
 
     axis: Axis
     context: Axis = NO_CONTEXT
     num_parts: ClassVar = 1
+    """The number of stretches into which the tokens are divided; it must divide the number of tokens."""
 
     @property
     def replicas(self) -> Axis:
+        """The ranks that hold the same tokens."""
         return self.axis
 
     def gather(self, local: Tensor) -> tuple[Tensor, Work]:
+        """Gather the tokens of all ranks. Returns `local` itself if every rank has all tokens."""
         return local, Work()
 
     def reduce(self, partial: Tensor) -> tuple[Tensor, Work]:
+        """Sum the partial sums for all tokens over ranks, and return those for this rank's. May overwrite `partial`."""
         return partial, self.axis.all_reduce(partial, out=partial)
 
     def cut(self, whole: Tensor) -> Tensor:
+        """Return the rows of this rank's tokens, a view of the rows of all tokens."""
         return whole
 
     def random_stream(self) -> AbstractContextManager[None]:
+        """Return a context in which two ranks draw the same random numbers if and only if they hold the same tokens."""
         return nullcontext()
 
 
@@ -108,3 +85,6 @@ class SplitTokens:
 
     def random_stream(self) -> AbstractContextManager[None]:
         return own_random_stream(self.axis)
+
+
+TokenLayout = ReplicatedTokens | SplitTokens

@@ -16,16 +16,15 @@ from parallel.mesh import Axis
 from parallel.tensor.context import exchange, exchange_operation
 from parallel.tensor.heads import GroupedHeads, PackedHeads
 from parallel.tensor.layers import (
-    ColumnLinear,
     ColumnParallelLinear,
-    RowLinear,
+    Linears,
     RowParallelLinear,
     Split,
     TokenDropout,
     column_gradients,
     column_products,
     row_gradients,
-    row_product,
+    row_products,
 )
 from parallel.tensor.products import Tensors
 from parallel.tensor.token_layout import TokenLayout
@@ -44,25 +43,23 @@ class AxisOperation(NamedTuple):
     is_reduced: bool = False  # a sum over the tensor axis, and so equal on all ranks that hold the same tokens
 
 
-def _of_layer(
-    run: Callable[..., Any],
-    tokens: TokenLayout,
-    stream: Callable[[Tensors, Tensors], Tensor],
-    num_whole: int = 1,
-    is_reduced: bool = False,
-    is_backward: bool = False,
-) -> AxisOperation:
+def _of_layer(run: Callable[..., Any], tokens: TokenLayout, is_row: bool, is_backward: bool) -> AxisOperation:
     """Return the operation of a split layer.
 
-    `stream` returns, of its arguments and its results, the tensor with a row for each token of this rank. If each rank
-    has its own tokens, `num_whole` tensors like it hold those of all.
+    A row-parallel one sends its results in forward, and a column-parallel one its input. Each gathers what it reads of
+    the other tokens; the gradients of columns need the input and the gradient of it for all tokens.
     """
     parts, size = tokens.num_parts, tokens.axis.size
+    is_reduced, num_whole = is_row and not is_backward, 2 if is_backward and not is_row else 1
     num_sent = parts - 1 if parts > 1 else 2 * (size - 1) / size * is_reduced
+
+    def bytes_of_own_tokens(arguments: Tensors, results: Tensors) -> int:
+        return (arguments if is_row == is_backward else results)[0].nbytes
+
     return AxisOperation(
         run,
-        lambda *tensors: num_whole * parts * stream(*tensors).nbytes if parts > 1 else 0,
-        lambda *tensors: num_sent * stream(*tensors).nbytes,
+        lambda *tensors: num_whole * parts * bytes_of_own_tokens(*tensors) if parts > 1 else 0,
+        lambda *tensors: num_sent * bytes_of_own_tokens(*tensors),
         _backward_flops if is_backward else _forward_flops,
         is_reduced,
     )
@@ -80,14 +77,6 @@ def _backward_flops(arguments: Tensors, results: Tensors) -> float:
     return 4.0 * num_tokens * sum(grad.numel() for grad in results[1:] if grad.dim() == 2)
 
 
-def _first_argument(arguments: Tensors, _results: Tensors) -> Tensor:
-    return arguments[0]
-
-
-def _first_result(_arguments: Tensors, results: Tensors) -> Tensor:
-    return results[0]
-
-
 Operations = dict[OpOverload, AxisOperation]
 
 
@@ -100,8 +89,8 @@ def make_traceable(module: torch.nn.Module) -> Operations:
     for layer in module.modules():
         if isinstance(layer, ColumnParallelLinear | PackedHeads | GroupedHeads | RowParallelLinear):
             if layer.tokens.axis.size > 1:
-                register = _row_linear if isinstance(layer, RowParallelLinear) else _column_linear
-                layer.traced, operations = register(Split(layer.tokens, layer.products))
+                split = Split(layer.tokens, layer.products)
+                layer.traced, operations = _linears(split, isinstance(layer, RowParallelLinear))
                 found |= operations
             if layer.tokens.context.size > 1:
                 found |= _exchange(layer.tokens.context)
@@ -137,15 +126,17 @@ def _exchange(context: Axis) -> Operations:
 
 
 @cache
-def _column_linear(split: Split) -> tuple[ColumnLinear, Operations]:
-    """Register (x, weights, biases) -> (tokens of x * parts, out) for each weight, and its gradients."""
-    name = f"column_linear_{next(_numbers)}"
+def _linears(split: Split, is_row: bool) -> tuple[Linears, Operations]:
+    """Register (x, weights, biases) -> y for each weight, and its gradients; a row-parallel layer has one weight."""
+    name = f"{'row' if is_row else 'column'}_linear_{next(_numbers)}"
+    compute, compute_gradients = (row_products, row_gradients) if is_row else (column_products, column_gradients)
+    parts = split.tokens.num_parts
 
     def products(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
-        return column_products(x, weights, biases, split)
+        return compute(x, weights, biases, split)
 
     def product_gradients(grads: list[Tensor], x: Tensor, weights: list[Tensor], has_biases: bool) -> list[Tensor]:
-        grad_x, grad_weights, grad_biases = column_gradients(grads, x, weights, split, (True, True, has_biases))
+        grad_x, grad_weights, grad_biases = compute_gradients(grads, x, weights, split, (True, True, has_biases))
         assert grad_x is not None
         return [grad_x, *grad_weights, *grad_biases]
 
@@ -154,7 +145,8 @@ def _column_linear(split: Split) -> tuple[ColumnLinear, Operations]:
 
     @forward.register_fake
     def _(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
-        return [x.new_empty(x.shape[0] * split.tokens.num_parts, weight.shape[0]) for weight in weights]
+        num_tokens = x.shape[0] // parts if is_row else x.shape[0] * parts
+        return [x.new_empty(num_tokens, weight.shape[0]) for weight in weights]
 
     @backward.register_fake
     def _(grads: list[Tensor], x: Tensor, weights: list[Tensor], has_biases: bool) -> list[Tensor]:
@@ -173,48 +165,8 @@ def _column_linear(split: Split) -> tuple[ColumnLinear, Operations]:
 
     forward.register_autograd(gradients, setup_context=save)
     return forward, {
-        _kernel(name): _of_layer(products, split.tokens, _first_argument),
-        _kernel(f"{name}_gradients"): _of_layer(
-            product_gradients, split.tokens, _first_result, num_whole=2, is_backward=True
-        ),
-    }
-
-
-@cache
-def _row_linear(split: Split) -> tuple[RowLinear, Operations]:
-    """Register (x, weight, bias or None) -> (tokens of x / parts, out), and its gradients."""
-    name = f"row_linear_{next(_numbers)}"
-
-    def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return row_product(x, weight, bias, split)
-
-    def product_gradients(grad: Tensor, x: Tensor, weight: Tensor, has_bias: bool) -> list[Tensor]:
-        return row_gradients(grad, x, weight, split, has_bias)
-
-    forward = torch.library.custom_op(f"zero::{name}", product, mutates_args=())
-    backward = torch.library.custom_op(f"zero::{name}_gradients", product_gradients, mutates_args=())
-
-    @forward.register_fake
-    def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return x.new_empty(x.shape[0] // split.tokens.num_parts, weight.shape[0])
-
-    @backward.register_fake
-    def _(grad: Tensor, x: Tensor, weight: Tensor, has_bias: bool) -> list[Tensor]:
-        bias = [weight.new_empty(weight.shape[:1])] if has_bias else []
-        return [x.new_empty(x.shape), weight.new_empty(weight.shape), *bias]
-
-    def save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor) -> None:
-        ctx.has_bias = inputs[2] is not None
-        ctx.save_for_backward(*inputs[:2])
-
-    def gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        grad_x, grad_weight, *of_bias = backward(grad, *ctx.saved_tensors, ctx.has_bias)
-        return grad_x, grad_weight, *(of_bias or [None])
-
-    forward.register_autograd(gradients, setup_context=save)
-    return forward, {
-        _kernel(name): _of_layer(product, split.tokens, _first_result, is_reduced=True),
-        _kernel(f"{name}_gradients"): _of_layer(product_gradients, split.tokens, _first_argument, is_backward=True),
+        _kernel(name): _of_layer(products, split.tokens, is_row, is_backward=False),
+        _kernel(f"{name}_gradients"): _of_layer(product_gradients, split.tokens, is_row, is_backward=True),
     }
 
 

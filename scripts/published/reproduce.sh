@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source scripts/setup.sh
 
-python -m lab.published.configurations
+python -m lab.published.row_settings
 python -m lab.published.reproduce
 python -m lab.published.fp8
 python -m lab.published.planner

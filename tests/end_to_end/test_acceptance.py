@@ -12,15 +12,17 @@ import pytest
 from rich.console import Console
 
 from lab.acceptance import __main__ as acceptance
-from lab.acceptance import readings
 from lab.acceptance.__main__ import main, run_parts
 from lab.acceptance.cases import cases_for
 from lab.acceptance.child import run_child
 from lab.acceptance.figures import Figure
 from lab.acceptance.machine import Machine
-from lab.acceptance.parts import Part, parts
+from lab.acceptance.parts import Part, equality, parts
 from lab.acceptance.plan import Plan
 from lab.dryrun.__main__ import main as dry_run
+from lab.measure.bandwidth import COLLECTIVES
+from lab.measure.cluster import ClusterSpec
+from lab.measure.device_kernels import KERNELS
 from tests.programs import run_program, start_forked, wait_for_end
 from tests.ranks import run_ranks
 
@@ -58,6 +60,11 @@ def test_all_parts_pass_on_cpus(tmp_path, monkeypatch, runs):
     assert all(part["passed"] for part in found["parts"])
     figures = {figure["what"]: figure["value"] for part in found["parts"] for figure in part["figures"]}
     assert figures["equal comparisons"] == figures["equal comparisons, delayed"] == "3 of 3"
+    cluster = ClusterSpec.load(tmp_path / "cluster.yaml")
+    assert {curve.name for curve in cluster.collectives} == {f"{name} of 2" for name in COLLECTIVES}
+    assert len(cluster.kernels) == 2 * len(KERNELS)
+    assert (cluster.name, cluster.device, cluster.gpus_per_node) == ("cpu", "cpu", 2)
+    assert cluster.node_gb_per_second == pytest.approx(2 * cluster.intra_node_gb_per_second, rel=1e-3)
     page = (tmp_path / "results.md").read_text()
     assert "6 of 6 parts passed" in page
     assert all(f"| {what} |" in page for what in figures)
@@ -131,10 +138,10 @@ def test_wrong_arguments_end_with_code_2_and_one_line(arguments, message, capsys
 
 
 def test_a_different_loss_fails(tmp_path):
-    file = tmp_path / "equality.jsonl"
+    file = tmp_path / "equality-2-ranks.jsonl"
     rows = [{"what": "a", "difference": 0.0, "passed": True}, {"what": "b", "difference": 0.1, "passed": False}]
     file.write_text("\n".join(json.dumps(row | {"ranks": 2, "is_delayed": True}) for row in rows))
-    equal, largest = readings.equality(file, tmp_path)
+    equal, largest = equality(Plan(MACHINE, 2, tmp_path), 2).read(tmp_path)
     assert (equal.value, equal.passed, largest.passed) == ("1 of 2; not: b", False, False)
 
 

@@ -59,16 +59,17 @@ def test_ranks_find_the_perplexity_of_one_process(trained, is_exported, stride, 
     num_tokens = len(load_tokenizer(trained / "corpus").encode(TEXT))
     assert found == [Score(pytest.approx(expected, rel=1e-5), num_tokens, len(TEXT.split()))] * 2
     assert found[0].perplexity == pytest.approx(math.exp(expected / len(TEXT.split())), rel=1e-4)
+    assert found[0].token_perplexity == pytest.approx(math.exp(expected / num_tokens), rel=1e-4)
 
 
 def test_every_prediction_is_scored_once_with_enough_context():
     for num_predictions in (1, 15, 16, 17, 40, 41):
         for stride in (1, 5, 16):
-            found = windows(num_predictions, 16, stride)
-            assert [i for window in found for i in window.scored] == list(range(num_predictions))
-            assert {len(window.read) for window in found} == {min(16, num_predictions)}
-            assert all(window.scored.stop == window.read.stop for window in found)
-            assert all(i - window.read.start >= 16 - stride for window in found[1:] for i in window.scored)
+            found = windows(list(range(num_predictions + 1)), 16, stride)
+            scored = [token for window in found for token in window.tokens[-window.num_scored :]]
+            assert scored == list(range(1, num_predictions + 1))
+            assert {len(window.tokens) for window in found} == {min(16, num_predictions) + 1}
+            assert all(len(window.tokens) - 1 - window.num_scored >= 16 - stride for window in found[1:])
 
 
 def test_wikitexts_spaces_are_undone_and_its_line_ends_count_as_words(trained, tmp_path):

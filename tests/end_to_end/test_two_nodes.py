@@ -29,7 +29,7 @@ def nodes() -> Iterator[list[Node]]:
 
 
 def test_bytes_inside_and_between_nodes_are_the_formulas_and_groups_send_between_them_once_a_step(nodes):
-    rows = {(row["layout"], row["micro_batches"]): row for row in measure(nodes, num_steps=3)}
+    rows = {(row["layout"], row["micro_batches"]): row for row in measure(nodes, "--steps", "3")}
     assert set(rows) == {(layout, num) for layout in LAYOUTS for num in MICRO_BATCHES}
     for row in rows.values():
         assert [row["inside"], row["between"]] == pytest.approx(row["formula"], rel=0.02), row
@@ -109,7 +109,7 @@ def test_links_are_measured_and_a_slow_one_is_named(nodes, tmp_path):
         node.limit(200)
     written = tmp_path / "cluster.yaml"
     said = launch_on(nodes, 2, "lab.measure", "--expect", "configs/clusters/dgx-2.yaml", "--write", str(written))
-    assert re.search(r"slow link: rank \d on n1 - rank \d on n2: 0\.0", said)
+    assert re.search(r"slow link: ranks \d, \d on n1, n2: 0\.0", said)
     found = ClusterSpec.load(written)
     # 200 Mbit/s are 0.025 GB/s per node, headers included, plus a burst of 256 KiB.
     assert found.node_gb_per_second == pytest.approx(0.025, rel=0.15)

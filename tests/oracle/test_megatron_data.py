@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from data.epochs import build_epoch
+from data.epochs import Stream
 from data.indexed import IndexedDataset
 from data.prepare import main
 from data.staging import IndexedWriter
@@ -62,7 +62,7 @@ def test_we_read_documents_of_several_sequences_that_megatron_writes(tmp_path: P
 @pytest.mark.parametrize("seq_length", [1, 16, 333])
 def test_documents_in_one_order_are_cut_into_the_same_samples(seq_length: int):
     lengths = np.array([len(document) for document in DOCUMENTS], dtype=np.int32)
-    order = build_epoch(lengths, seq_length=seq_length, seed=1, epoch=0)
+    order = Stream(lengths, seq_length, masks_documents=False).build(seed=1, epoch=0)
     document_order = order.document_order.astype(np.int32)
     theirs = helpers.build_sample_idx(lengths, document_order, seq_length, 1, int(lengths.sum()))
     assert np.array_equal(theirs, order.sample_starts)

@@ -7,7 +7,6 @@
 A store (`zero/activations/stores.py`) decides where an input is kept between forward and backward.
 """
 
-import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ from parallel.fields import Positive, check_fields
 from parallel.mesh import Axis, Work
 from parallel.tensor.blocks import Recomputation, RunBlock, run_in_order
 from zero.activations.choice import Hardware, Rate
-from zero.activations.stores import STORES, ActivationStore, Slot, StoreContext, StoredBytes, StoreName
+from zero.activations.stores import STORES, ActivationStore, Slot, StoreContext, StoreName
 from zero.memory.streams import SideStream
 
 StoreChoice = Literal["none", "selective", StoreName, "auto", "planned"]
@@ -104,10 +103,6 @@ class CheckpointedBlocks:
             with saved_tensors_hooks(partial(self._put, Slot(number, len(starts))), self._take):
                 x = checkpoint(group, x, use_reentrant=False, preserve_rng_state=True)
         return x
-
-    def num_bytes(self, num_blocks: int, numel: int, itemsize: int) -> StoredBytes:
-        """Return the bytes that the checkpoints of one forward occupy, if each has `numel` elements."""
-        return self._store.num_bytes(math.ceil(num_blocks / self._layers_per_checkpoint), numel, itemsize)
 
     @torch.no_grad()
     def _put(self, slot: Slot, activation: Tensor) -> Checkpoint | Tensor:

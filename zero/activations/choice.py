@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Annotated
 
 from parallel.fields import Range, check_fields
-from zero.activations.stores import NUM_IN_TRANSIT, STORES, StoreName
+from zero.activations.stores import STORES, StoreName, stored_bytes
 
 USABLE_FRACTION = 0.85  # of a device's memory: CUDA, communication libraries and fragmentation take the rest
 
@@ -100,19 +100,14 @@ def bytes_per_sequence(w: Workload, store: StoreName) -> float:
     These are its stored checkpoints, the activations of one group while it runs again (in GPT-2 12 h elements for each
     token and layer, section 3.2), the logits, and their gradient. All but the first are divided over the tensor ranks.
     """
-    return stored_bytes(w, store) + w.itemsize * (w.block_width * w.k + 2 * w.vocab_size) * w.s / w.tensor_size
+    return bytes_on_device(w, store) + w.itemsize * (w.block_width * w.k + 2 * w.vocab_size) * w.s / w.tensor_size
 
 
-def stored_bytes(w: Workload, store: StoreName) -> float:
+def bytes_on_device(w: Workload, store: StoreName) -> float:
     """Return the bytes on the device of one sequence's checkpoints and of the buffers to fetch them."""
-    one = w.checkpoint_bytes / math.ceil(w.L / w.k)
-    gathered = NUM_IN_TRANSIT * one if w.N_m > 1 else 0
-    stored = {
-        "keep": w.checkpoint_bytes,
-        "partition": w.checkpoint_bytes / w.N_m + gathered,
-        "partition_host": NUM_IN_TRANSIT * one / w.N_m + gathered,
-    }
-    return stored[store]
+    count = math.ceil(w.L / w.k)
+    stored = stored_bytes(store, count, w.checkpoint_bytes / count / w.itemsize, w.itemsize, w.N_m)
+    return stored.device + stored.in_transit
 
 
 def largest_batch(w: Workload, store: StoreName, memory_bytes: float) -> int:

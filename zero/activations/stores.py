@@ -1,4 +1,4 @@
-"""Stores of activation checkpoints between forward and backward: small classes with `put`, `take` and `num_bytes`.
+"""Stores of activation checkpoints between forward and backward: small classes with `put` and `take`.
 
     keep             the checkpoint itself; with M_D, a copy in a slab
     partition        1/N of it on each of N ranks that hold the same checkpoint, gathered in backward: P_a (section 6.1)
@@ -15,7 +15,7 @@ fragment the memory.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from parallel.memory_kinds import TensorKind, tagged
 from parallel.mesh import Axis, Work
-from zero.memory.placement import Allocate, device_allocator, host_allocator
+from zero.memory.placement import Allocate, Allocator, device_allocator, host_allocator
 from zero.memory.streams import SideStream
 
 NUM_IN_TRANSIT = 2  # buffers: of the checkpoint that is being read, and of the one that is fetched at the same time
@@ -64,15 +64,6 @@ class SlotMemory:
         return self._slabs[key][slot.number]
 
 
-@dataclass(frozen=True)
-class StoredBytes:
-    """The bytes that the checkpoints of one forward occupy."""
-
-    device: int = 0
-    host: int = 0
-    in_transit: int = 0  # of buffers on the device, whose number does not depend on the number of checkpoints
-
-
 class ActivationStore(Protocol):
     """The interface of a store."""
 
@@ -85,9 +76,6 @@ class ActivationStore(Protocol):
         The caller makes the side stream current first, and waits for that stream too. The second `take` after this one
         may overwrite the tensor.
         """
-
-    def num_bytes(self, count: int, numel: int, itemsize: int) -> StoredBytes:
-        """Return the bytes that `count` checkpoints occupy, each with `numel` elements of `itemsize` bytes."""
 
 
 class KeepStore:
@@ -104,9 +92,6 @@ class KeepStore:
 
     def take(self, slot: Slot, stored: Tensor) -> tuple[Tensor, Work]:
         return stored, Work()
-
-    def num_bytes(self, count: int, numel: int, itemsize: int) -> StoredBytes:
-        return StoredBytes(device=count * numel * itemsize)
 
 
 class HostStore:
@@ -138,9 +123,6 @@ class HostStore:
         staged = self._staging.at(slot.in_ring(NUM_IN_TRANSIT), on_host.numel(), on_host.dtype)
         return staged.copy_(on_host, non_blocking=True).view(shape), Work()
 
-    def num_bytes(self, count: int, numel: int, itemsize: int) -> StoredBytes:
-        return StoredBytes(host=count * numel * itemsize, in_transit=NUM_IN_TRANSIT * numel * itemsize)
-
 
 class PartitionStore:
     """A store that cuts a checkpoint into equal parts and puts this rank's part into the store `parts`.
@@ -164,18 +146,9 @@ class PartitionStore:
         gathered = fetched.then(lambda: self._replicas.all_gather(part, out=whole))
         return whole[: shape.numel()].view(shape), gathered
 
-    def num_bytes(self, count: int, numel: int, itemsize: int) -> StoredBytes:
-        part_numel = self._part_numel(numel)
-        parts = self._parts.num_bytes(count, part_numel, itemsize)
-        gathered = NUM_IN_TRANSIT * part_numel * self._replicas.size * itemsize
-        return replace(parts, in_transit=parts.in_transit + gathered)
-
-    def _part_numel(self, numel: int) -> int:
-        return math.ceil(numel / self._replicas.size)
-
     def _own_part(self, flat: Tensor) -> Tensor:
         """Return this rank's part. All parts have the same size; the last ones are padded with zeros."""
-        numel = self._part_numel(flat.numel())
+        numel = math.ceil(flat.numel() / self._replicas.size)
         part = flat[self._replicas.rank * numel :][:numel]
         return part if part.numel() == numel else F.pad(part, (0, numel - part.numel()))
 
@@ -189,39 +162,27 @@ class StoreContext:
     stream: SideStream
     defragments: bool  # M_D: memory is allocated in slabs
 
-    def on_device(self) -> SlotMemory:
-        """Return memory for checkpoints on the device."""
-        return self._memory(device_allocator(self.device, TensorKind.CHECKPOINTS))
-
-    def on_host(self) -> SlotMemory:
-        """Return memory for checkpoints in host memory."""
-        return self._memory(host_allocator(self.device, TensorKind.CHECKPOINTS))
-
-    def in_transit(self) -> SlotMemory:
-        """Return memory for the buffers on the device through which checkpoints are copied or gathered."""
-        return self._memory(device_allocator(self.device, TensorKind.BUFFERS))
-
-    def _memory(self, allocate: Allocate) -> SlotMemory:
-        return SlotMemory(allocate, self.defragments)
+    def memory(self, allocator: Allocator, kind: TensorKind = TensorKind.CHECKPOINTS) -> SlotMemory:
+        """Return memory for checkpoints, or for the buffers through which they are copied or gathered."""
+        return SlotMemory(allocator(self.device, kind), self.defragments)
 
 
 def keep(context: StoreContext) -> ActivationStore:
     """Return the store that keeps whole checkpoints on the device."""
-    return KeepStore(context.on_device() if context.defragments else None)
+    return KeepStore(context.memory(device_allocator) if context.defragments else None)
 
 
 def partition(context: StoreContext) -> ActivationStore:
     """Return the store that keeps this rank's part of each checkpoint on the device."""
-    return PartitionStore(context.replicas, KeepStore(context.on_device()), context.in_transit())
+    gathered = context.memory(device_allocator, TensorKind.BUFFERS)
+    return PartitionStore(context.replicas, KeepStore(context.memory(device_allocator)), gathered)
 
 
 def partition_host(context: StoreContext) -> ActivationStore:
-    """Return the store that keeps this rank's part of each checkpoint in host memory.
-
-    If no other rank holds the same checkpoints, the part is the whole checkpoint.
-    """
-    host = HostStore(context.on_host(), context.in_transit(), context.stream)
-    return PartitionStore(context.replicas, host, context.in_transit()) if context.replicas.size > 1 else host
+    """Return the store that keeps this rank's part in host memory; all of it, if no other rank holds the same."""
+    staging, gathered = (context.memory(device_allocator, TensorKind.BUFFERS) for _ in range(2))
+    host = HostStore(context.memory(host_allocator), staging, context.stream)
+    return PartitionStore(context.replicas, host, gathered) if context.replicas.size > 1 else host
 
 
 # All stores, from the cheapest to the most expensive: the settings, the choice of `auto` and the planner read this.
@@ -231,3 +192,23 @@ STORES: dict[StoreName, Callable[[StoreContext], ActivationStore]] = {
     "partition": partition,
     "partition_host": partition_host,
 }
+
+
+@dataclass(frozen=True)
+class StoredBytes:
+    """The bytes that the checkpoints of one forward occupy."""
+
+    device: int = 0
+    host: int = 0
+    in_transit: int = 0  # of buffers on the device, whose number does not depend on the number of checkpoints
+
+
+def stored_bytes(store: StoreName, count: int, numel: float, itemsize: int, num_replicas: int) -> StoredBytes:
+    """Return the bytes of `count` checkpoints, of `numel` elements each, on each of the ranks that hold the same."""
+    part_bytes = math.ceil(numel / num_replicas) * itemsize
+    gathered = NUM_IN_TRANSIT * part_bytes * num_replicas if num_replicas > 1 else 0
+    if store == "keep":
+        return StoredBytes(device=count * math.ceil(numel) * itemsize)
+    if store == "partition":
+        return StoredBytes(device=count * part_bytes, in_transit=gathered)
+    return StoredBytes(host=count * part_bytes, in_transit=NUM_IN_TRANSIT * part_bytes + gathered)

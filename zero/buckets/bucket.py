@@ -4,10 +4,7 @@ params.full      all shards, while the parameters are unsharded
 params.group_shard   this rank's shard in its group: a view of `full` if that persists, else memory of its own
 params.owned     the part of it that this rank owns, a view; on one level all of it
 params.cached    a copy of `group_shard` on the device, if that is in host memory and there is room for the copy
-grads.full       this rank's full gradients, until the reduction ends, and the message: zero/buckets/full_gradients.py
-grads.group_shard    this rank's shard of the sum over its group: a view of `full` if that persists and the shard is
-                 placed on the accelerator, else memory of its own
-grads.owned      the part that this rank owns, a view; in the end the mean over all data ranks
+grads            full gradients, their message, and the shard of the sum: zero/buckets/grad_shard.py
 master           the owned parameters in at least fp32, stored beside the optimizer's states; in fp32 `params.owned`
                  itself, if both have the same placement
 
@@ -15,25 +12,19 @@ If full parameters persist, `params.owned` may be written in place between steps
 their own follow before the next update.
 """
 
-from collections.abc import Set
-from dataclasses import replace
-from enum import Enum
 from functools import partial
-from itertools import product
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from parallel.memory_kinds import TensorKind
 from parallel.mesh import Work
-from zero.buckets.full_gradients import BucketRanges, FullGradients, GradientPath, Staging, scale_into
-from zero.buckets.leaf_blocks import BlockSums
+from zero.buckets.grad_shard import BucketRanges, GradShard
 from zero.buckets.weight_codes import BucketCodes
 from zero.memory.placement import Offload, Placement
-from zero.memory.staging import StagingPool, free_storage, restore_storage
 from zero.memory.streams import SideStream
-from zero.partition.layout import cut, overlap
-from zero.partition.stage import GradientTypes, Levels, Lifetime, ShardingPolicy
+from zero.partition.layout import cut
+from zero.partition.stage import Levels, Lifetime
 
 TAKEN_NUMEL = 2**22  # master weights that are compared with parameters at a time: the temporaries have this length
 
@@ -53,14 +44,19 @@ class ParamShard:
         """`full`: the elements of the bucket; the shard is copied to separate memory if `full` is transient."""
         self.full, self._in_full = full, cut(full, ranges.group_shard, ranges.elements.start)
         self._levels, self._offload, self._ranges = levels, offload, ranges
-        self.persists = lifetime is Lifetime.PERSISTENT
-        self.placement = Placement.ACCELERATOR if self.persists else offload.config.initial_placement("parameters")
-        self.group_shard = self._in_full if self.persists else self._copy_shard(self.placement)
+        persists = lifetime is Lifetime.PERSISTENT
+        self.placement = Placement.ACCELERATOR if persists else offload.config.initial_placement("parameters")
+        self.group_shard = self._in_full if persists else self._copy_shard(self.placement)
         self.owned = ranges.owned_of(self.group_shard)
         self.cached: Tensor | None = None
         self.codes: BucketCodes | None = None  # set if ranks send these parameters as codes
         self._gather_stream = gather_stream
         self._updated: Work | None = None  # the last gather of owned parts to the shard, unless it was waited for
+
+    @property
+    def persists(self) -> bool:
+        """True if `full` stays allocated, and the shard is a view of it."""
+        return self.group_shard is self._in_full
 
     def all_gather(self, *, exact: bool = True) -> Work:
         """Fill `full` with the shards of the group, or, unless `exact`, with what codes of them stand for.
@@ -141,149 +137,6 @@ class ParamShard:
     def _copy_shard(self, placement: Placement) -> Tensor:
         shard = self._in_full
         return self._offload.new(placement, TensorKind.PARAMETERS, shard.numel(), shard.dtype).copy_(shard)
-
-
-class Held(Enum):
-    """The content of a shard of gradients between two reductions."""
-
-    NOTHING = "no gradient"
-    SUM = "the sum of micro-batches, to which the next reduction is added; after the last one, without groups, the mean"
-    MEAN = "with groups, in its owned part, the mean of a step, after which a further backward begins anew"
-    SET_ASIDE = "nothing more: the mean of a step was copied, and is added to the next one"
-
-
-class GradShard:
-    """The gradients of one bucket: `full` until they are reduced, then `owned`, the mean over the data ranks.
-
-    `held` is independent of `full`: with accumulation, `group_shard` holds the sum of earlier micro-batches while the
-    gradients of the next one are staged.
-    """
-
-    def __init__(
-        self, ranges: BucketRanges, types: GradientTypes, policy: ShardingPolicy, levels: Levels, offload: Offload
-    ):
-        self._ranges, self._offload = ranges, offload
-        placement = offload.config.initial_placement("optimizer")
-        self.path = GradientPath(types, policy, placement, has_groups=levels.outer.size > 1)
-        self.full = FullGradients(ranges, self.path, offload)
-        self.held = Held.NOTHING
-        self._earlier: Tensor | None = None  # the gradient that is set aside
-        self.blocks = BlockSums()  # of the present step, if gradients are added in blocks
-        self.place(self.placement)
-
-    @property
-    def parts(self) -> dict[nn.Parameter, range]:
-        """The elements of the buffer that each parameter has in this bucket."""
-        return self._ranges.parts
-
-    @property
-    def persists(self) -> bool:
-        """True if the full gradients have memory of their own for the whole run."""
-        return self.path.persists
-
-    @property
-    def placement(self) -> Placement:
-        """The memory of the owned shard."""
-        return self.path.placement
-
-    @property
-    def is_empty(self) -> bool:
-        """True if no gradient has arrived since the last update."""
-        return self.held is Held.NOTHING and self.full.staging is Staging.FREE
-
-    @property
-    def message_shard(self) -> Tensor:
-        """The elements of the message that this rank has in its group, after `finish`."""
-        return self.full.message(self._ranges.group_shard)
-
-    @property
-    def message_owned(self) -> Tensor:
-        """The elements of the message that this rank owns, after `finish`."""
-        return self.full.message(self._ranges.shard)
-
-    def place(self, placement: Placement) -> None:
-        """Move the owned shard to one of the memories. The values of a gradient that it holds are lost."""
-        self.path = path = replace(self.path, placement=placement)
-        if path.owns_staged:
-            self.group_shard = self.full.view(self._ranges.group_shard)
-        else:
-            numel = len(self._ranges.group_shard)
-            self.group_shard = self._offload.new(placement, TensorKind.GRADIENTS, numel, path.types.accumulate).zero_()
-        self.owned = self._ranges.owned_of(self.group_shard)
-        self.free_owned()
-
-    def finish(self, pool: StagingPool) -> Tensor:
-        """Fill with zeros what no gradient has been written to; return the message, which the caller reduces next."""
-        values = self.full.fill(pool)
-        if self.persists:
-            self.blocks.add_to(values)
-        return self.full.start_reducing(values, pool)
-
-    def end_block(self, pool: StagingPool) -> None:
-        """Keep the full gradients, which persist, as the sum of a block of micro-batches; the next ones begin anew."""
-        self.push_block(self.full.fill(pool))
-        self.full.staging = Staging.FREE
-
-    def push_block(self, values: Tensor) -> None:
-        """Add a copy of gradients on the accelerator to the blocks of this step."""
-        copy = self._offload.new(Placement.ACCELERATOR, TensorKind.GRADIENTS, values.numel(), values.dtype)
-        self.blocks.push(copy.copy_(values))
-
-    def set_aside(self) -> None:
-        """Keep a reduced gradient while full gradients are staged again; the next reduction adds it."""
-        self.held = Held.SUM
-        # The next gradients overwrite it, or are added to it and divided by the number of their micro-batches.
-        if self.path.owns_staged or self.path.has_groups or self.path.policy.adds_leaves:
-            own = self._offload.new(self.placement, TensorKind.GRADIENTS, self.owned.numel(), self.owned.dtype)
-            self._earlier, self.held = own.copy_(self.owned), Held.SET_ASIDE
-
-    def owned_of(self, group_shard: Tensor) -> Tensor:
-        """Return the elements that this rank owns as a view of a tensor like its shard in the group."""
-        return self._ranges.owned_of(group_shard)
-
-    def accumulate(self, values: Tensor, out: Tensor, scale: float, *, adds: bool) -> None:
-        """Set `out`, the owned part or the whole shard in the group, to `scale` times `values`, or add these to it."""
-        if adds:
-            out.add_(values, alpha=scale)
-            return
-        if self.path.frees_owned:
-            restore_storage(self.group_shard)
-        scale_into(out, values, scale)
-
-    def add_earlier(self, total: Tensor) -> None:
-        """Add the gradient that was set aside to the next mean."""
-        if self._earlier is None:
-            return
-        earlier, self._earlier = self._earlier, None
-        if self.placement is Placement.HOST:
-            fetched = self._offload.new(Placement.ACCELERATOR, TensorKind.GRADIENTS, earlier.numel(), earlier.dtype)
-            self._offload.to_accelerator(earlier, out=fetched).wait()
-            earlier = fetched
-        total.add_(earlier)
-
-    def free_owned(self) -> None:
-        """Discard the owned gradient; free its memory too, unless that is allocated for the whole run (M_D)."""
-        self.held, self._earlier = Held.NOTHING, None
-        self.blocks.clear()
-        if self.path.frees_owned:
-            free_storage(self.group_shard)
-
-    def discard(self, params: Set[nn.Parameter]) -> None:
-        """Discard the gradients of some parameters, staged or reduced, and keep those of others.
-
-        The host waits for nothing: call `Offload.synchronize` first if the owned shard is in host memory.
-        """
-        discarded = self.parts.keys() & params
-        self.full.discard(discarded)
-        if len(discarded) == len(self.parts):
-            self.free_owned()
-        else:
-            held = [(self._earlier, self._ranges.shard)] if self._earlier is not None else []
-            if self.held in (Held.SUM, Held.MEAN):
-                held.append((self.group_shard, self._ranges.group_shard))
-            for (tensor, own), param in product(held, discarded):
-                if elements := overlap(self.parts[param], own):
-                    cut(tensor, elements, own.start).zero_()
 
 
 class Bucket:

@@ -1,21 +1,25 @@
-"""A tensor of which a rank has some rectangles, by the protocol through which DCP saves and loads DTensor.
+"""Tensors of which a rank has some rectangles, by the protocol through which DCP saves and loads DTensor.
+
+They are the parameters, and the states of their shape, in torch's state dicts.
 
 DTensor itself cannot express a shard that begins inside a row. The protocol is a private part of torch;
 tests/unit/zero/dcp/test_folders.py and tests/distributed/zero/test_distributed_state.py fail if it changes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
 from parallel.errors import ConfigError
 from parallel.mesh import Axis
+from zero.buckets.flat import FlatParameters
+from zero.partition.layout import rectangles, shifted
 
 
 class Chunk(NamedTuple):
@@ -171,3 +175,52 @@ class _Ranks:
             "full_state_dict=True of set_optimizer_state_dict cannot divide values into ZeRO's shards; call "
             "load_state_dict of the ZeroOptimizer with the full state on all ranks"
         )
+
+
+class ParameterChunks:
+    """The parameters of a model as torch's state dicts have them: in whole shapes, cut into what each rank owns."""
+
+    def __init__(self, module: nn.Module, split: Mapping[str, int], owners: Axis, tensor: Axis, device: torch.device):
+        """`split`: the dims along which the ranks of `tensor` divide parameters; `owners` divide what each of them has.
+
+        Raises ConfigError if a parameter is complex.
+        """
+        self.names = {param: name for name, param in module.named_parameters()}  # of tied ones the first
+        if any(param.is_complex() for param in self.names):
+            raise ConfigError("complex parameters cannot be in a state dict of shards; use `save` and `load` of zero")
+        self._shapes = {name: param.shape for param, name in self.names.items()}
+        self._split, self._owners, self._tensor, self._device = split, owners, tensor, device
+
+    def weights(self, flats: Sequence[FlatParameters]) -> dict[str, ChunkedTensor]:
+        """Return this rank's shards of the master weights, by the name of the parameter."""
+        parts: dict[str, list[tuple[range, Tensor]]] = {name: [] for name in self._shapes}
+        dtypes = {span.name: flat.buckets[0].master.dtype for flat in flats for span in flat.layout.spans}
+        for flat in flats:
+            for bucket in flat.buckets:
+                for span, own in flat.layout.spans_in(bucket.shard):
+                    elements = shifted(own, span.elements.start)
+                    parts[span.name].append((elements, bucket.owned_part(bucket.master, own)))
+        return {name: self.cut(name, parts[name], dtypes[name]) for name in parts}
+
+    def cut(self, name: str, parts: Iterable[tuple[range, Tensor]], dtype: torch.dtype) -> ChunkedTensor:
+        """Return a parameter, or one of its states, of which this rank has `parts`: elements of its own tensor part."""
+        shape, dim = list(self._shapes[name]), self._split.get(name)
+        chunks = []
+        for elements, values in parts:
+            start = 0
+            for offsets, sizes in rectangles(shape, elements):
+                size = torch.Size(sizes).numel()
+                at = [offset + (i == dim) * self._tensor.rank * shape[i] for i, offset in enumerate(offsets)]
+                chunks.append(Chunk(torch.Size(at), values[start : start + size].view(sizes)))
+                start += size
+        if dim is not None:
+            shape[dim] *= self._tensor.size
+        return ChunkedTensor(torch.Size(shape), chunks, dtype, self._device, self._axes(name))
+
+    def counter(self, name: str, values: Iterable[Tensor], like: Tensor) -> ChunkedTensor:
+        """Return a number that belongs to a parameter; ranks that have no part of the parameter do not know it."""
+        chunks = [Chunk(torch.Size(), value) for value in values][:1]
+        return ChunkedTensor(like.shape, chunks, like.dtype, like.device, self._axes(name))
+
+    def _axes(self, name: str) -> list[Axis]:
+        return [self._owners, self._tensor] if name in self._split else [self._owners]

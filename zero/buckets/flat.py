@@ -5,7 +5,7 @@ If the buffer is transient, only its owned shards stay allocated, and the full b
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from enum import Enum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,8 @@ from parallel.autograd_internals import DisableTorchFunction, forbid_writes
 from parallel.memory_kinds import TensorKind, tagged
 from parallel.mesh import Axis, Work
 from parallel.torch_internals import are_the_same_elements
-from zero.buckets.bucket import Bucket, GradShard, ParamShard, take_changed
-from zero.buckets.full_gradients import BucketRanges
+from zero.buckets.bucket import Bucket, ParamShard, take_changed
+from zero.buckets.grad_shard import BucketRanges, GradShard
 from zero.buckets.guarded_parameter import ParameterGuard, set_raw_data
 from zero.buckets.weight_codes import BucketCodes, Stretch, WeightScales
 from zero.memory.placement import Offload
@@ -24,14 +24,6 @@ from zero.memory.streams import SideStream
 from zero.partition.config import ZeroConfig
 from zero.partition.layout import BucketRange, Layout, cut, overlap, real_shape
 from zero.partition.stage import Levels, Lifetime
-
-
-class FullState(Enum):
-    """The state of the full buffer, and of the parameters, which are views of it."""
-
-    SHARDED = "only owned shards are allocated, and the parameters have no values"
-    UNSHARDING = "the full buffer is allocated, and all-gathers are filling it"
-    UNSHARDED = "the full buffer holds every parameter"
 
 
 @dataclass(frozen=True)
@@ -54,6 +46,13 @@ class FlatContext:
         """Return the type of a parameter's buffer, whose elements are real."""
         own = param.dtype.to_real()
         return self.param_dtype or own if param.is_floating_point() else own
+
+
+class Views(NamedTuple):
+    """What a parameter refers to: its part of the full buffer, and a placeholder while that is freed."""
+
+    full: Tensor
+    sharded: Tensor
 
 
 class FlatParameters:
@@ -81,14 +80,16 @@ class FlatParameters:
         full = first.new_zeros(self.layout.numel, dtype=context.dtype_of(first), device=context.offload.device)
         self.full = tagged(TensorKind.PARAMETERS, full)
         self._param_of = dict(zip(self.layout.spans, params.values(), strict=True))
-        self._views = {param: s.view(full, as_complex=first.is_complex()) for s, param in self._param_of.items()}
-        placeholder = absent(self._views[self.params[0]])
-        self._placeholders = {param: placeholder.expand(param.shape) for param in self._views}
+        placeholder = absent(self.layout.spans[0].view(full, as_complex=first.is_complex()))
+        self._views = {
+            param: Views(s.view(full, as_complex=first.is_complex()), placeholder.expand(param.shape))
+            for s, param in self._param_of.items()
+        }
         shards = [bucket.shard(levels.owners.rank) for bucket in self.layout.buckets]
         is_cast = first.dtype.to_real() is not full.dtype and params[next(iter(params))].requires_grad
         masters = [full.new_zeros(len(shard), dtype=first.dtype) for shard in shards if is_cast]
         for span, param in self._param_of.items():
-            values, view = values_of(param), self._views[param]
+            values, view = values_of(param), self._views[param].full
             view.copy_(values)
             for shard, master in zip(shards, masters, strict=False):
                 if owned := overlap(span.elements, shard):
@@ -105,9 +106,9 @@ class FlatParameters:
             stretches = list(self.stretches(bucket.elements))
             bucket.params.codes = BucketCodes(context.scales, stretches, bucket.elements, bucket.group_shard)
         self._is_exact = True  # the full buffer has no values that codes stand for
-        self._gathers: list[Work] = []
+        self._gathers: list[Work] = []  # that are filling the full buffer
         self._updates: dict[nn.Parameter, list[Work]] = {}  # gathers of updated values that nobody has waited for
-        self._state = FullState.UNSHARDED
+        self.is_sharded = False  # the full buffer is freed, and the parameters, which are views of it, have no values
         self.reshard()
 
     @property
@@ -129,29 +130,23 @@ class FlatParameters:
         """The bytes that unsharding allocates: the full buffer, and codes until they are decoded."""
         return self.full.numel() * (self.full.element_size() + self.is_coded)
 
-    @property
-    def is_sharded(self) -> bool:
-        """True if the full buffer is freed: `start_unshard` would launch all-gathers."""
-        return self._state is FullState.SHARDED
-
     def start_unshard(self, *, exact: bool = False) -> None:
         """Allocate the full buffer and launch its all-gathers, if it is sharded; with `exact`, not of codes."""
         if self.is_sharded:
             restore_storage(self.full)
             self._gathers = [bucket.params.all_gather(exact=exact) for bucket in self.buckets]
-            self._state, self._is_exact = FullState.UNSHARDING, exact or not self.is_coded
+            self.is_sharded, self._is_exact = False, exact or not self.is_coded
 
     def unshard(self) -> None:
         """Make the parameters readable by what is launched after this."""
         self.wait_for_updates()
         self.start_unshard()
-        if self._state is FullState.UNSHARDING:
+        if self._gathers:
             self._wait_for_gathers()
-            for param, view in self._views.items():
+            for param, views in self._views.items():
                 self._guard.guard(param)  # first: the data of a watched parameter cannot be set
-                set_raw_data(param, view)
+                set_raw_data(param, views.full)
             self._versions = self.versions()
-            self._state = FullState.UNSHARDED
 
     def read_exactly(self) -> None:
         """Gather again what came as codes: for readers that are no products in FP8. It must be unsharded."""
@@ -212,17 +207,17 @@ class FlatParameters:
         if self.lifetime is Lifetime.PERSISTENT or self.is_sharded:
             return
         self.take_replaced()
-        if self._state is FullState.UNSHARDING:
+        if self._gathers:
             self._wait_for_gathers()  # before the memory that they write is freed
         elif self._versions != self.versions():
             self._check_exact()
             self.keep_writes()
-        for param, placeholder in self._placeholders.items():
+        for param, views in self._views.items():
             self._guard.guard(param)
-            set_raw_data(param, placeholder)
+            set_raw_data(param, views.sharded)
             self._guard.watch(param)
         free_storage(self.full)
-        self._state = FullState.SHARDED
+        self.is_sharded = True
 
     def watch_reads(self, is_watched: bool) -> None:
         """Have reads of transient parameters reported while they are unsharded, or stop, and keep what was written."""
@@ -237,8 +232,8 @@ class FlatParameters:
     def unwrap(self, device: torch.device | None) -> None:
         """Give the parameters their values in memory of their own. They must be unsharded."""
         self.take_replaced()
-        for param, view in self._views.items():
-            set_raw_data(param, view.to(device or view.device, copy=True))
+        for param, views in self._views.items():
+            set_raw_data(param, views.full.to(device or self.full.device, copy=True))
             self._guard.release(param)
         free_storage(self.full)
 
@@ -250,7 +245,7 @@ class FlatParameters:
     @torch.no_grad()
     def replace(self, param: nn.Parameter, values: Tensor) -> None:
         """Let a parameter, which must be unsharded, refer to a copy of `values`, or to the buffer if they are there."""
-        view = self._views[param]
+        view = self._views[param].full
         self._guard.replaced.discard(param)
         if not are_the_same_elements(values, view):
             view = torch.empty_like(view).copy_(values)
@@ -263,7 +258,7 @@ class FlatParameters:
         """Copy the values of replaced parameters to the buffer, of which they become views again."""
         for param in [param for param in self._guard.replaced if param in self._views]:
             with DisableTorchFunction():
-                set_raw_data(param, self._views[param].copy_(param))
+                set_raw_data(param, self._views[param].full.copy_(param))
             torch.autograd.graph.increment_version(param)
             self._guard.replaced.discard(param)
 
@@ -279,7 +274,7 @@ class FlatParameters:
     def assign(self, param: nn.Parameter, data: Axis) -> None:
         """Broadcast the values of `param` on the first rank of `data`, and update the shards; it must be unsharded."""
         self.take_replaced()
-        data.broadcast(self._views[param]).wait()
+        data.broadcast(self._views[param].full).wait()
         of_param = next(span.elements for span, owner in self._param_of.items() if owner is param)
         for bucket in self.buckets:
             if elements := overlap(of_param, bucket.group_shard):
@@ -300,15 +295,11 @@ class FlatParameters:
         exposed = self._guard.exposed
         return [object() if exposed and param in exposed else param._version for param in self._views]
 
-    def params_in(self, elements: range) -> Iterator[tuple[nn.Parameter, range]]:
-        """Iterate over the parameters that have some of these elements of the buffer, each with its own."""
-        return ((stretch.param, stretch.elements) for stretch in self.stretches(elements))
-
     def _bucket(self, bucket: BucketRange, context: FlatContext) -> Bucket:
         elements, levels = bucket.elements, context.levels
         group_shard, shard = bucket.group_shard(levels.inner.rank), bucket.shard(levels.owners.rank)
-        parts, gaps = dict(self.params_in(elements)), list(self.layout.gaps(elements))
-        ranges = BucketRanges(elements, group_shard, shard, parts, gaps)
+        parts = {stretch.param: stretch.elements for stretch in self.stretches(elements)}
+        ranges = BucketRanges(elements, group_shard, shard, parts, list(self.layout.gaps(elements)))
         full = cut(self.full, elements)
         params = ParamShard(full, ranges, levels, context.offload, self.lifetime, context.gather_stream)
         grads = None
@@ -331,6 +322,7 @@ class FlatParameters:
     def _wait_for_gathers(self) -> None:
         for gather in self._gathers:
             gather.wait()
+        self._gathers = []
 
 
 def absent(like: Tensor) -> Tensor:

@@ -4,7 +4,7 @@
 
     Passes             takes it from autograd as it arrives, and begins the backward         `param.grad`
     GradientReducer    finds its buckets; reduces each one when it is complete and its turn has come
-    FullGradients      writes it to the full gradients of a bucket, and casts these          `staged`, message
+    GradShard          writes it to the full gradients of a bucket, and casts these          `staged`, message
     Reductions         launches and receives; the StagingPool has the memory that does not persist
     Axis               reduce-scatter in the group, and, once a step, a reduction between groups: the sum replaces
                        the shard of the message (sums in fp32 by way of receive buffers)     `message_shard`
@@ -40,13 +40,13 @@ import torch
 from torch import Tensor, nn
 
 from parallel.memory_kinds import TensorKind, tagged
-from zero.buckets.bucket import Bucket, Held
+from zero.buckets.bucket import Bucket
+from zero.buckets.grad_shard import Held
 from zero.buckets.hashes import GradientHashes
-from zero.buckets.reduction_order import ReductionOrder
-from zero.buckets.reductions import Reductions
+from zero.buckets.reductions import ReductionOrder, Reductions
 from zero.memory.placement import Offload
 from zero.order.agreement import LaunchOrder
-from zero.order.step_order import Round
+from zero.order.orders import Round
 from zero.partition.config import ZeroConfig
 from zero.partition.stage import Levels, Lifetime
 
@@ -164,7 +164,7 @@ class GradientReducer:
         if self._backward is BackwardState.REDUCING:
             raise ValueError("the backward before this one broke off; call `optimizer.zero_grad()` before the next one")
         reduced = [bucket.grads for bucket in self._order.buckets if bucket.grads.held is Held.MEAN]
-        if any(grads.persists for grads in reduced) and self.users.all_await:
+        if any(grads.path.persists for grads in reduced) and self.users.all_await:
             raise ValueError(
                 "a second backward after the gradients were reduced; run every backward of a step but the last "
                 "inside `with model.accumulate():`"
@@ -272,7 +272,7 @@ class GradientReducer:
         self.used.clear()
         self.reductions.leaves.restart()
         for bucket in self._order.buckets:
-            bucket.grads.full.unstage(self.reductions.staging)
+            bucket.grads.unstage(self.reductions.staging)
             bucket.grads.free_owned()
 
     def _launch_ready(self) -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel.autograd_internals import DisableTorchFunction, structure_of
-from zero.buckets.bucket import GradShard
+from zero.buckets.grad_shard import GradShard
 from zero.buckets.tensor_tree import find_tensors
 
 _PROPERTIES = (

@@ -17,8 +17,8 @@ A rank that keeps full gradients has consecutive leaves, and they are added in t
 """
 
 import math
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -26,8 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from parallel.mesh import Axis, Work
-from zero.buckets.bucket import Bucket, GradShard, Held
-from zero.buckets.full_gradients import scale_into
+from zero.buckets.bucket import Bucket
+from zero.buckets.grad_shard import GradShard, Held, scale_into
 from zero.buckets.leaf_blocks import LeafOrder
 from zero.memory.placement import Offload, Placement
 from zero.memory.staging import StagingPool
@@ -36,6 +36,53 @@ from zero.partition.config import NUM_STAGED, ZeroConfig
 from zero.partition.stage import Levels
 
 MAX_IN_FLIGHT = NUM_STAGED - 1  # reductions, beside the bucket that is filling
+
+
+class ReductionOrder:
+    """The order in which buckets are reduced, and the gradients that a backward still expects in each.
+
+    It is the reverse of the layout, on every rank and in every backward. A bucket is complete if no gradient of its
+    parameters is expected any more; its turn comes when all before it have been launched.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket]):
+        """`buckets` are in the order of the layout."""
+        self.buckets = list(reversed(buckets))
+        self._positions: defaultdict[nn.Parameter, list[int]] = defaultdict(list)  # in `buckets`, in ascending order
+        for position, bucket in enumerate(self.buckets):
+            for param in bucket.grads.parts:
+                self._positions[param].append(position)
+        self.numbers = {param: number for number, param in enumerate(self._positions)}
+        self._num_launched = 0
+        self._expected: list[set[nn.Parameter]] = []  # whose gradients may still arrive in this backward, by position
+
+    def restart(self) -> None:
+        """Expect a gradient of every parameter in each of its buckets, none of which is launched."""
+        self._num_launched = 0
+        self._expected = [set(bucket.grads.parts) for bucket in self.buckets]
+
+    def positions_of(self, param: nn.Parameter) -> Iterator[int]:
+        """Yield the positions of the buckets that have elements of a parameter whose gradient has arrived."""
+        for position in self._positions[param]:
+            if position < self._num_launched:
+                raise RuntimeError(f"a gradient of shape {tuple(param.shape)} arrived after its bucket was reduced")
+            yield position
+
+    def mark_ready(self, param: nn.Parameter, positions: Iterable[int] | None = None) -> None:
+        """Expect no more gradients of a parameter, in some or all of its buckets."""
+        for position in self._positions.get(param, ()) if positions is None else positions:
+            self._expected[position].discard(param)
+
+    def mark_all_ready(self) -> None:
+        """Expect no more gradients."""
+        for expected in self._expected[self._num_launched :]:
+            expected.clear()
+
+    def take_complete(self) -> Iterator[tuple[int, GradShard]]:
+        """Yield (position, gradients) of each complete bucket whose turn has come, and which the caller launches."""
+        while self._num_launched < len(self.buckets) and not self._expected[self._num_launched]:
+            yield self._num_launched, self.buckets[self._num_launched].grads
+            self._num_launched += 1
 
 
 class Reductions:
@@ -61,9 +108,9 @@ class Reductions:
 
     def write(self, grads: GradShard, param: nn.Parameter, values: Tensor) -> None:
         """Write the elements of a flat gradient that are in one bucket."""
-        if grads.full.staged is None:
+        if grads.staged is None:
             self._make_room()
-        grads.full.write(param, values, self._scale_before(grads), self.staging)
+        grads.write(param, values, self._scale_before(grads), self.staging)
 
     def launch(self, grads: GradShard, *, is_last: bool) -> None:
         """Reduce the gradients of one bucket, those that are missing as zeros; `is_last`: for the last time in a step.
@@ -73,7 +120,7 @@ class Reductions:
         inner, outer = self.levels.inner, self.levels.outer
         receives = inner.takes_receive_buffers or self._adds(inner, grads) or self._adds(outer, grads)
         receives |= self._adds_leaves
-        if grads.full.staged is None or grads.path.casts_message or receives or grads.placement is Placement.HOST:
+        if grads.staged is None or grads.path.casts_message or receives or grads.placement is Placement.HOST:
             self._make_room()
         message = grads.finish(self.staging)
         if self._adds_leaves:
@@ -158,9 +205,9 @@ class Reductions:
         reduced.wait()
         if not self._adds_leaves:
             self._take(grads, is_last)
-        is_mean = is_last and (grads.persists or grads.path.has_groups or self._adds_leaves)
+        is_mean = is_last and (grads.path.persists or grads.path.has_groups or self._adds_leaves)
         grads.held = Held.MEAN if is_mean else Held.SUM
-        grads.full.unstage(self.staging)
+        grads.unstage(self.staging)
 
     def _add_leaves(self, grads: GradShard, is_last: bool, terms: Tensor) -> None:
         """Add what the ranks of the group have sent, (ranks, n): leaves, or sums of blocks of them."""
@@ -170,7 +217,7 @@ class Reductions:
             total = buffer[: len(grads.group_shard)]
             if grads.held is Held.SUM:
                 self._offload.to_accelerator(grads.group_shard, out=total).wait()
-        if grads.persists:
+        if grads.path.persists:
             grads.accumulate(self.leaves.total(terms), total, 1.0, adds=False)
         else:
             self._add_in_order(grads, terms, total)
@@ -179,8 +226,8 @@ class Reductions:
             total.mul_(self.leaves.factor)
             grads.add_earlier(grads.owned_of(total))
         if buffer is not None:
-            grads.full.host_copy = self._offload.to_host(total, out=grads.group_shard)
-            self.host_staging.put_back(buffer, grads.full.host_copy)
+            grads.host_copy = self._offload.to_host(total, out=grads.group_shard)
+            self.host_staging.put_back(buffer, grads.host_copy)
 
     def _add_in_order(self, grads: GradShard, leaves: Tensor, total: Tensor) -> None:
         """Add leaves, (ranks, n), one after the other, to the sum of their block; at the end blocks to each other."""
@@ -202,24 +249,18 @@ class Reductions:
             outer.all_gather(part, out=total).wait()
 
     def _take(self, grads: GradShard, is_last: bool) -> None:
-        """Add a shard of the message to what its owner has."""
+        """Add a shard of the message to what its owner has, in host memory together with the sum that is there."""
         values, out, scale = grads.message_shard, grads.group_shard, self._scale_after(grads)
         adds, has_groups = grads.held is Held.SUM, grads.path.has_groups
         if has_groups and is_last:
             values, out, adds = grads.message_owned, grads.owned, False  # the message has the sum already
         elif has_groups:
             scale = 1.0
-        if grads.placement is Placement.HOST:
-            self._send_to_host(grads, values, out, scale, adds=adds, is_last=is_last)
-        else:
+        if grads.placement is Placement.ACCELERATOR:
             grads.accumulate(values, out, scale, adds=adds)
             if is_last:
                 grads.add_earlier(out)
-
-    def _send_to_host(
-        self, grads: GradShard, values: Tensor, out: Tensor, scale: float, *, adds: bool, is_last: bool
-    ) -> None:
-        """Copy reduced gradients to the host, with the sum that earlier micro-batches left there."""
+            return
         total, cast = values, None
         if grads.path.casts_for_host:
             cast = self.host_staging.take(grads.path.types.accumulate)
@@ -230,9 +271,9 @@ class Reductions:
                 total.add_(earlier)
         if is_last:
             grads.add_earlier(total)
-        grads.full.host_copy = self._offload.to_host(total, out=out)
+        grads.host_copy = self._offload.to_host(total, out=out)
         if cast is not None:
-            self.host_staging.put_back(cast, grads.full.host_copy)
+            self.host_staging.put_back(cast, grads.host_copy)
 
     @contextmanager
     def _sum_on_accelerator(self, grads: GradShard, last_read: Callable[[], Work]) -> Iterator[Tensor]:

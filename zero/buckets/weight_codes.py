@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from parallel.mesh import Axis
 from zero.fp8.scaling import CODES, Blocks, encode, scale_of
-from zero.partition.layout import Span, cut, overlap, rectangles
+from zero.partition.layout import Span, cut, overlap, rectangles, shifted
 
 AT_ONCE = 2**24  # elements at a time: temporaries in fp32 have this length
 
@@ -122,8 +122,7 @@ class WeightScales:
         """Cut tensors with the elements of a stretch into parts of the weight, of at most AT_ONCE or a row."""
         _, grid = self._grid_of[stretch.param]
         shape = stretch.span.shape if grid.numel() > 1 else (1, stretch.param.numel())
-        start, taken = stretch.span.elements.start, 0
-        of_weight = range(stretch.elements.start - start, stretch.elements.stop - start)
+        of_weight, taken = shifted(stretch.elements, stretch.span.elements.start), 0
         for (first, column), (num_rows, num_columns) in rectangles(shape, of_weight):
             rows_at_once = max(1, AT_ONCE // num_columns)
             for row in range(first, first + num_rows, rows_at_once):

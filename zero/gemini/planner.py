@@ -69,7 +69,7 @@ class PlacementPlanner(Residency):
     @property
     def earlier_peaks(self) -> tuple[int, int]:
         """The highest (allocated, reserved) bytes of CUDA's allocator before the planner has reset its peaks."""
-        return self.recorder.earlier_peaks
+        return self.recorder.meter.earlier_peaks
 
     def check_units(self, units: Iterable[Unit], staging_bytes: int) -> None:
         """Check that the budget holds the two largest units, as if one were inside the other, and staged gradients.

@@ -26,7 +26,7 @@ class MemoryRecorder:
     def __init__(self, device: torch.device, budget_bytes: float):
         self.budget_bytes = budget_bytes
         self._num_steps_left = NUM_RECORDED
-        self._meter = PeakMeter(device)
+        self.meter = PeakMeter(device)
         self.moment = UPDATE
         self.peaks: defaultdict[Moment, int] = defaultdict(int)
 
@@ -34,21 +34,16 @@ class MemoryRecorder:
     def is_recording(self) -> bool:
         return self._num_steps_left > 0
 
-    @property
-    def earlier_peaks(self) -> tuple[int, int]:
-        """The highest (allocated, reserved) bytes of CUDA's allocator before the recorder has reset its peaks."""
-        return self._meter.earlier_peaks
-
     def begin_forward(self) -> None:
         """Restart the meter before the first forward: the memory that building the model needed has been freed."""
         if self.is_recording and not self.peaks:
-            self._meter.restart()
+            self.meter.restart()
 
     def enter(self, moment: Moment) -> None:
         """End a moment, and begin the next."""
         if self.is_recording:
-            self.peaks[self.moment] = max(self.peaks[self.moment], self._meter.peak_bytes())
-            self._meter.restart()
+            self.peaks[self.moment] = max(self.peaks[self.moment], self.meter.peak_bytes())
+            self.meter.restart()
         self.moment = moment
 
     def check(self, axes: Iterable[Axis]) -> int:

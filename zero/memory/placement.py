@@ -25,11 +25,11 @@ from parallel.torch_internals import storage_id
 from zero.memory.streams import SideStream
 
 NUM_BUFFERS = 2  # on the way from one memory to the other: one is filled while the other is copied
-NUM_READS = 2  # buffers that the host reads: one is read while the other is filled
 
 Mode = Literal["accelerator", "host", "auto"]
 State = Literal["optimizer", "parameters"]
 Allocate = Callable[[int, torch.dtype], Tensor]  # (number of elements, dtype) -> flat tensor, not initialized
+Allocator = Callable[[torch.device, TensorKind], Allocate]
 
 
 class Placement(Enum):
@@ -139,7 +139,7 @@ class Offload:
         self.relays = FewBuffers(device_allocator(device, TensorKind.BUFFERS))
         """For what is stored on the host, and communicated on the accelerator."""
         self._landing: dict[int, Work] = {}  # the last copy to each storage in host memory
-        self._reads: dict[tuple[torch.dtype, int], Tensor] = {}
+        self._reads = FewBuffers(host_allocator(device, TensorKind.BUFFERS))
 
     def new(self, placement: Placement, kind: TensorKind, numel: int, dtype: torch.dtype) -> Tensor:
         """Return a flat tensor, not initialized."""
@@ -188,7 +188,7 @@ class Offload:
         if placement is Placement.ACCELERATOR:
             yield from sources
             return
-        reads = (self._start_read(number % NUM_READS, source) for number, source in enumerate(sources))
+        reads = map(self._start_read, sources)
         following = next(reads, None)
         while following is not None:
             (copy, copied), following = following, next(reads, None)
@@ -210,11 +210,10 @@ class Offload:
         self._to_accelerator.host_work().wait()
         self._landing.clear()
 
-    def _start_read(self, slot: int, source: Tensor) -> tuple[Tensor, Work]:
+    def _start_read(self, source: Tensor) -> tuple[Tensor, Work]:
         """Launch a copy to one of a few pinned buffers; return it with a `Work` that blocks the host."""
-        key = source.dtype, slot
-        if key not in self._reads or self._reads[key].numel() < source.numel():
-            self._reads[key] = self.new(Placement.HOST, TensorKind.BUFFERS, source.numel(), source.dtype)
-        copy = self._reads[key][: source.numel()]
+        buffer = self._reads.take(source)
+        self._reads.put_back(buffer, Work())  # its turn comes again after that of the other one
+        copy = buffer[: source.numel()]
         self.to_host(source, copy)
         return copy, self._to_host.host_work()

@@ -246,7 +246,7 @@ class Dion(DionMethod):
         """Return the updates of matrices whose stretches many ranks own: see zero/step/assembled_updates.py."""
         if one_by_one:
             raise ConfigError(
-                "the bits of Dion depend on the number of ranks, which add their parts of factors; choose another "
-                "optimizer, or train.reproducible=run (another sum_over_ranks of ZeroConfig)"
+                "the bits of Dion depend on the number of ranks, which add their parts of factors: choose another "
+                "optimizer than Dion with ZeroConfig.sum_over_ranks=leaves"
             )
         return FactorUpdates(self, groups, module, pieces, axes, offload)

@@ -22,9 +22,8 @@ from torch import nn
 
 from parallel.mesh import Axis
 from parallel.store import report_reason
-from zero.order.execution_order import ExecutionOrder
 from zero.order.host_barrier import BrokenBarrier, HostBarrier
-from zero.order.step_order import Round, StepOrder
+from zero.order.orders import ExecutionOrder, Round, StepOrder
 
 
 class DivergedRanks(RuntimeError):

@@ -34,6 +34,11 @@ def overlap(a: range, b: range) -> range:
     return range(max(a.start, b.start), min(a.stop, b.stop))
 
 
+def shifted(elements: range, origin: int) -> range:
+    """Return a range of a buffer as counted from the buffer's element `origin`."""
+    return range(elements.start - origin, elements.stop - origin)
+
+
 def real_shape(tensor: Tensor) -> torch.Size:
     """Return the shape of a tensor in a flat buffer, whose elements are real: a complex number is two of them."""
     return torch.Size((*tensor.shape, 2)) if tensor.is_complex() else tensor.shape

@@ -44,8 +44,8 @@ class Saver:
     """
 
     def __init__(self, model: ZeroDataParallel, optimizer: ZeroOptimizer | None = None, *, is_async: bool = True):
-        self._state, publication = RankState(model, optimizer), Publication(_replace, REMEDY)
-        self._writer = CheckpointWriter(self._state.mesh, self._state.device, publication, is_async=is_async)
+        self._state = RankState(model, optimizer)
+        self._writer = CheckpointWriter(self._state, Publication(REMEDY, _replace), is_async=is_async)
 
     def start(self, folder: str | Path, extra: Mapping[str, Any] | None = None) -> None:
         """Wait for the save before this one, and begin to save to `folder`; a checkpoint that it holds is replaced.
@@ -60,9 +60,8 @@ class Saver:
         if self._state.mesh.rank == 0:  # before any rank writes
             shutil.rmtree(final.with_name(f".{final.name}.partial"), ignore_errors=True)
         save = self._writer.agree(final, secrets.token_hex(6))
-        layout = self._state.describe({"save": save, "extra": extra, "settings": _settings(self._state.optimizer)})
-        key = self._writer.new_key(final)
-        self._writer.start(key, final, self._state.tensors(), layout, f"save {save}", final.name)
+        content = {"save": save, "extra": extra, "settings": _settings(self._state.optimizer)}
+        self._writer.start(final, content, f"save {save}", final.name)
 
     def wait(self) -> Path | None:
         """Wait until the save that `start` began is complete, and return its folder, or None if there is none.

@@ -1,9 +1,15 @@
 """The state that one rank saves of a model and its optimizer, and loads from a checkpoint of any layout.
 
-"random.cpu", "random.cuda"    the states of torch's random generators; the other names are those of owned_state.py
+"3.master.640"         a shard of the master weights: the part of flat buffer 3 that begins at its element 640
+"3.exp_avg.640"        optimizer state of the piece of a parameter that begins at that element; 0-dim if it is a number
+"matrix.NAME.0.left"    state of the first matrix of a parameter, on the rank that computes it
+"buffer.NAME"          a buffer of the module; this and the following are not sharded
+"loss_scale.NAME"      a tensor of the dynamic loss scale
+"num_skipped"          the number of steps that were skipped
+"random.cpu", "random.cuda"    the states of torch's random generators
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,17 +22,11 @@ from parallel.mesh import Axis, Mesh
 from parallel.tensor.split_parameters import split_dims
 from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
+from zero.optimizers.adamw8bit import AdamW8bit
 from zero.state.adam import are_alike, load_counters
-from zero.state.layout_file import FORMAT, verify_file
-from zero.state.owned_state import (
-    common_state,
-    describe_state,
-    group_counters,
-    load_common_state,
-    load_owned_state,
-    owned_state,
-)
-from zero.state.saved_state import SavedFile, SavedState, TensorRank, saved_parameters
+from zero.state.layout_file import FORMAT, describe_layout, verify_file
+from zero.state.saved_state import MASTER, SavedState, TensorRank, elements_per_value, saved_parameters
+from zero.step.pieces import Piece
 
 NO_OPTIMIZER = ""  # in the place of an optimizer's class
 
@@ -64,24 +64,64 @@ class RankState:
         """Return the tensors that this rank writes to its file.
 
         They are its random states, the state that every rank has, and its shards unless they are replicas of another
-        rank's. They are not copies.
+        rank's. They are not copies: save them before the next step.
         """
         tensors = {"random.cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
             tensors["random.cuda"] = torch.cuda.get_rng_state()
-        tensors |= common_state(self.model, self.optimizer) | dict(self.others)
-        if self.model.replica_axis.rank == 0:
-            tensors |= owned_state(self.model, self.optimizer)
-        return tensors
+        tensors |= self.common() | dict(self.others)
+        return tensors | self.owned() if self.model.replica_axis.rank == 0 else tensors
+
+    def owned(self) -> dict[str, Tensor]:
+        """Return this rank's shards of the master weights and its optimizer state, by name."""
+        if self.optimizer is None:
+            self.model.wait_for_updates()
+        else:
+            self.optimizer.take_changes()
+        numbers = {bucket: number for number, flat in enumerate(self.model.flats) for bucket in flat.buckets}
+        state = {f"{number}.{MASTER}.{bucket.shard.start}": bucket.master for bucket, number in numbers.items()}
+        if self.optimizer is None:
+            return state
+        for bucket in self.optimizer.buckets:
+            for piece in self.optimizer.pieces_of(bucket):
+                for kind, value in self.optimizer.inner.state.get(piece.param, {}).items():
+                    if isinstance(value, Tensor):
+                        state[f"{numbers[bucket]}.{kind}.{bucket.shard.start + piece.elements.start}"] = value
+        return state | self.optimizer.matrices.states()
+
+    def common(self) -> dict[str, Tensor]:
+        """Return what is not sharded: the module's buffers, the loss scale and the number of skipped steps."""
+        buffers = self.model.module.named_buffers()
+        # As complex parameters are stored: by pairs of real elements.
+        state = {f"buffer.{name}": torch.view_as_real(b) if b.is_complex() else b for name, b in buffers}
+        if self.optimizer is None:
+            return state
+        if self.optimizer.loss_scale.is_dynamic:
+            state |= {f"loss_scale.{name}": tensor for name, tensor in self.optimizer.loss_scale.state().items()}
+        return state | {"num_skipped": self.optimizer.num_skipped}
 
     def describe(self, content: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the content of layout.json without the seals; `content` is what the program adds to it."""
+        """Return the content of layout.json without the seals; `content` is what the program adds to it.
+
+        It is the same on each rank, and its size does not depend on their number.
+        """
+        optimizer = self.optimizer.inner if self.optimizer else None
+        groups = optimizer.param_groups if optimizer else []
         return {
             "format": FORMAT,
             **content,
-            "optimizer": type(self.optimizer.inner).__name__ if self.optimizer else NO_OPTIMIZER,
-            "optimizer_counters": group_counters(self.optimizer) if self.optimizer else [],
-            "state": describe_state(self.model, self.mesh.data.size, self.mesh.tensor.size),
+            "optimizer": type(optimizer).__name__ if optimizer else NO_OPTIMIZER,
+            # The numbers of each group that are no settings, such as the step counter of apex's Adam.
+            "optimizer_counters": [
+                {k: v for k, v in group.items() if k not in optimizer.defaults and isinstance(v, (int, float))}
+                for group in groups
+            ],
+            "state": {
+                "data_size": self.mesh.data.size,
+                "tensor_size": self.mesh.tensor.size,
+                "split_dims": split_dims(self.model.module),
+                "buffers": [describe_layout(flat.layout) for flat in self.model.flats],
+            },
         }
 
     def check_fits(self, checkpoint: Path, layout: Mapping[str, Any], remedy: str) -> None:
@@ -117,14 +157,31 @@ class RankState:
         mesh.barrier()
         self.load_verified(SavedState(checkpoint, layout["state"]), layout)
 
+    @torch.no_grad()
     def load_verified(self, saved: SavedState, layout: Mapping[str, Any]) -> None:
         """Load a checkpoint that fits and is undamaged. All ranks call it."""
-        mesh = self.mesh
-        tensor = TensorRank(mesh.tensor.rank, mesh.tensor.size, split_dims(self.model.module))
-        load_owned_state(self.model, self.optimizer, saved, tensor)
+        self.load_owned(saved)
         if self.optimizer is not None:
             load_counters(self.optimizer, saved, layout["optimizer"], layout["optimizer_counters"])
         self._load_own(saved)
+
+    def load_owned(self, saved: SavedState) -> None:
+        """Load this rank's shards from a state of any layout, and all-gather parameters that persist."""
+        tensor = TensorRank(self.mesh.tensor.rank, self.mesh.tensor.size, split_dims(self.model.module))
+        optimizer, trainable = self.optimizer, set(self.optimizer.buckets) if self.optimizer else ()
+        with self.model.loading_masters():
+            for flat in self.model.flats:
+                for bucket in flat.buckets:
+                    if optimizer is not None and bucket in trainable:
+                        for piece in optimizer.pieces_of(bucket):
+                            _load_state_of(piece, optimizer, saved, tensor)
+                    for span, part in flat.layout.spans_in(bucket.shard):
+                        elements = range(part.start - span.elements.start, part.stop - span.elements.start)
+                        out = bucket.owned_part(bucket.master, part)
+                        saved.read(span.name, MASTER, elements, out=out, tensor=tensor)
+        if optimizer is not None:
+            saved.load_by_name(optimizer.matrices.states())
+            optimizer.matrices.take_loaded()
 
     def number_of_own(self, saved: SavedState) -> int:
         """Return the number of the file with what is not sharded: that of the saved rank at the same coordinates.
@@ -137,20 +194,46 @@ class RankState:
     def _load_own(self, saved: SavedState) -> None:
         """Load what is not sharded: module buffers, the loss scale, `others`, and this rank's random streams.
 
+        A tensor that the file does not have keeps its value, as that of a loss scale which was not dynamic.
         Data-parallel ranks beyond the saved ones keep the random stream of a new run: with another rank's stream they
         would drop the same activations as that rank.
         """
         file = saved.file(self.number_of_own(saved))
-        load_common_state(self.model, self.optimizer, file)
-        file.load_present(self.others)
-        if self.optimizer is not None and self.mesh.data.rank < saved.data_size:
-            _set_random_state(file, "random.cpu", torch.set_rng_state)
-            if self.device.type == "cuda" and "random.cuda" in file.entries:
-                _set_random_state(file, "random.cuda", torch.cuda.set_rng_state)
+        file.load_present(self.common() | dict(self.others))
+        if self.optimizer is None or self.mesh.data.rank >= saved.data_size:
+            return
+        for name, set_state in (("random.cpu", torch.set_rng_state), ("random.cuda", torch.cuda.set_rng_state)):
+            if name == "random.cpu" or (self.device.type == "cuda" and name in file.entries):
+                try:
+                    set_state(file.tensor(name))
+                except (RuntimeError, TypeError) as error:
+                    damage = f"{file.path} is damaged: {name} is not the state of a random generator"
+                    raise ConfigError(damage) from error
 
 
-def _set_random_state(file: SavedFile, name: str, set_state: Callable[[Tensor], None]) -> None:
-    try:
-        set_state(file.tensor(name))
-    except (RuntimeError, TypeError) as error:
-        raise ConfigError(f"{file.path} is damaged: {name} is not the state of a random generator") from error
+def _load_state_of(piece: Piece, optimizer: ZeroOptimizer, saved: SavedState, tensor: TensorRank) -> None:
+    """Load the states of a piece. They take the dtype of the piece if they were saved in that of the master weights.
+
+    Any other state, such as 8-bit moments, keeps the dtype in which it was saved.
+    """
+    state, name = optimizer.inner.state[piece.param], piece.name
+    state.clear()  # the checkpoint may be older than the parameter's first update
+    of_elements: dict[str, Tensor] = {}  # values of blocks that are not those of this run
+    for kind in saved.state_kinds(name):
+        scalar, dtype, numel = saved.scalar(name, kind), saved.dtype(name, kind), elements_per_value(kind)
+        if scalar is not None:
+            # A fused optimizer of torch expects step counters on the device, any other one on the host.
+            state[kind] = scalar.to(piece.param.device if optimizer.inner.defaults.get("fused") else "cpu")
+        elif numel == 1:
+            dtype = piece.param.dtype if dtype == saved.dtype(name) else dtype
+            state[kind] = torch.empty_like(piece.param, dtype=dtype)
+            saved.read(name, kind, piece.in_param, out=state[kind], tensor=tensor)
+        elif saved.has_blocks_of(name, tensor):
+            state[kind] = piece.param.new_empty(-(-len(piece.in_param) // numel), dtype=dtype)
+            saved.read_blocks(name, kind, piece.in_param, out=state[kind], tensor=tensor)
+        else:
+            of_elements[kind] = piece.param.new_empty(len(piece.in_param), dtype=dtype)
+            saved.read(name, kind, piece.in_param, out=of_elements[kind], tensor=tensor)
+    if of_elements:
+        assert isinstance(optimizer.inner, AdamW8bit)
+        optimizer.inner.requantize(piece.param, of_elements)

@@ -6,7 +6,8 @@ from dataclasses import fields
 
 from torch import Tensor
 
-from zero.buckets.bucket import Bucket, GradShard, ParamShard
+from zero.buckets.bucket import Bucket, ParamShard
+from zero.buckets.grad_shard import GradShard
 from zero.engine import ZeroDataParallel
 from zero.formulas.memory import ModelStates
 from zero.memory.placement import Placement
@@ -115,8 +116,8 @@ def _gradients(shard: GradShard, placement: Placement) -> Iterator[Tensor]:
     """Yield the tensors of one bucket's gradients that stay allocated in the memory `placement` between steps."""
     if placement is shard.placement:
         yield shard.group_shard
-    if placement is Placement.ACCELERATOR and shard.persists and shard.full.staged is not None:
-        yield shard.full.staged
+    if placement is Placement.ACCELERATOR and shard.path.persists and shard.staged is not None:
+        yield shard.staged
 
 
 def _num_bytes(tensors: Iterable[Tensor]) -> int:

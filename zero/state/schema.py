@@ -11,24 +11,15 @@ A schema is written as the JSON that it describes:
 """
 
 import json
-import math
-from collections.abc import Iterator
+import sys
 from typing import Any
 
 from parallel.errors import ConfigError
 
 COUNT = range(2**63)  # an integer that fits into 64 bits
 SHOWN_CHARACTERS = 60
-HASHABLE, CONTAINERS = (str, int, type(None)), (dict, list, tuple)
 
 Schema = Any  # as in the docstring of the module
-
-
-class _Mismatch(Exception):
-    """A value that does not fit its schema; `place` leads from the value that was checked to this one."""
-
-    def __init__(self, problem: str, place: str = ""):
-        self.problem, self.place = problem, place
 
 
 def parse_json(text: bytes, schema: Schema, origin: object) -> Any:
@@ -44,14 +35,21 @@ def parse_json(text: bytes, schema: Schema, origin: object) -> Any:
     return content
 
 
-def check(content: Any, schema: Schema, origin: object) -> None:
-    """Raise ConfigError if the content of the file `origin` does not fit the schema."""
-    try:
-        _check(content, schema)
-    except _Mismatch as mismatch:
-        raise ConfigError(
-            f"{origin} is damaged: {mismatch.place.lstrip('.') or 'the content'} {mismatch.problem}"
-        ) from None
+def check(content: Any, schema: Schema, origin: object, place: str = "") -> None:
+    """Raise ConfigError if the content of the file `origin`, at a place in it, does not fit the schema."""
+    if need := _need(content, schema):
+        found = f"{place.lstrip('.') or 'the content'} is {shown(content)}"
+        raise ConfigError(f"{origin} is damaged: {found}, {need} is needed")
+    if isinstance(schema, (list, tuple)):
+        for number, item in enumerate(content):
+            check(item, schema[number if isinstance(schema, tuple) else 0], origin, f"{place}[{number}]")
+    elif isinstance(schema, dict):
+        of_items = dict.fromkeys(content, schema[str]) if str in schema else schema
+        for key, of_item in of_items.items():
+            step = f"{place}.{shown(key)[1:-1]}"
+            if key not in content:
+                raise ConfigError(f"{origin} is damaged: {step.lstrip('.')} is missing")
+            check(content[key], of_item, origin, step)
 
 
 def shown(value: object) -> str:
@@ -60,65 +58,19 @@ def shown(value: object) -> str:
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
 
 
-def _check(value: Any, schema: Schema) -> None:
-    """Raise _Mismatch if the value does not fit. Headers have thousands of entries, so messages are made last."""
-    kind = type(schema)
-    if kind is range:
-        fits = type(value) is int and value in schema
-    elif kind is dict:
-        fits = type(value) is dict
-    elif kind is list:
-        fits = type(value) is list
-    elif kind is tuple:
-        fits = type(value) is list and len(value) == len(schema)
-    elif kind is set:
-        fits = type(value) in HASHABLE and value in schema
-    elif schema is float:
-        fits = type(value) in (int, float) and _is_finite(value)
-    else:  # exactly: True is an int for isinstance
-        fits = type(value) is schema
-    if not fits:
-        raise _Mismatch(f"is {shown(value)}, {_described(schema)} is needed")
-    if kind in CONTAINERS:
-        for key, item, of_item in _items(value, schema):
-            try:
-                _check(item, of_item)
-            except _Mismatch as mismatch:
-                step = f"[{key}]" if isinstance(key, int) else f".{shown(key)[1:-1]}"
-                mismatch.place = f"{step}{mismatch.place}"
-                raise
-
-
-def _items(value: Any, schema: Schema) -> Iterator[tuple[str | int, Any, Schema]]:
-    """Yield (key, item, schema of the item) of everything in a container that is checked."""
-    if isinstance(schema, list):
-        return ((number, item, schema[0]) for number, item in enumerate(value))
-    if isinstance(schema, tuple):
-        return ((number, item, schema[number]) for number, item in enumerate(value))
-    if str in schema:
-        return ((key, item, schema[str]) for key, item in value.items())
-    for key in schema:
-        if key not in value:
-            raise _Mismatch("is missing", f".{key}")
-    return ((key, value[key], of_item) for key, of_item in schema.items())
-
-
-def _described(schema: Schema) -> str:
+def _need(value: Any, schema: Schema) -> str:
+    """Return what is needed instead of the value itself, without its items; "" if it fits."""
     if isinstance(schema, range):
-        return f"an integer from {schema.start} to {schema.stop - 1}"
+        fits = type(value) is int and value in schema
+        return "" if fits else f"an integer from {schema.start} to {schema.stop - 1}"
     if isinstance(schema, set):
-        return f"one of {', '.join(sorted(map(str, schema)))}"
+        fits = type(value) in (str, int, type(None)) and value in schema
+        return "" if fits else f"one of {', '.join(sorted(map(str, schema)))}"
     if isinstance(schema, tuple):
-        return f"a list of {len(schema)}"
-    if schema is float:
-        return "a finite number"
+        return "" if type(value) is list and len(value) == len(schema) else f"a list of {len(schema)}"
     if isinstance(schema, (dict, list)):
-        return "an object" if isinstance(schema, dict) else "a list"
-    return f"a value of type {schema.__name__}"
-
-
-def _is_finite(value: float) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # an integer that is larger than every float
-        return False
+        return "" if type(value) is type(schema) else "an object" if isinstance(schema, dict) else "a list"
+    if schema is float:
+        return "" if type(value) in (int, float) and abs(value) <= sys.float_info.max else "a finite number"
+    # Exactly: True is an int for isinstance.
+    return "" if type(value) is schema else f"a value of type {schema.__name__}"

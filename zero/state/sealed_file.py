@@ -10,9 +10,8 @@ import json
 import os
 import re
 import zlib
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from parallel.errors import ConfigError
 from zero.state.schema import Schema, parse_json
@@ -22,8 +21,7 @@ NO_CHECKSUM = "0" * 8
 CHECKSUM = re.compile(rb'"crc32": ?"([0-9a-f]{8})"')
 
 
-@dataclass(frozen=True)
-class Seal:
+class Seal(NamedTuple):
     """The checksum that a file contains, and its size: another file of the same name has another seal."""
 
     checksum: str  # eight hexadecimal digits

@@ -14,7 +14,7 @@ import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,11 @@ from torch import Tensor
 
 from parallel.errors import ConfigError
 from parallel.memory_kinds import TensorKind, allocating
-from parallel.mesh import Mesh
 from parallel.store import shared_store
 from parallel.streams import announce_host_read, synchronize
-from zero.state.layout_file import LAYOUT, ORIGIN, origin, with_seals
-from zero.state.saved_state import rank_file
-from zero.state.sealed_file import Seal, flush_folder, write_json
+from zero.state.layout_file import LAYOUT, ORIGIN, origin, rank_file
+from zero.state.rank_state import RankState
+from zero.state.sealed_file import flush_folder, write_json
 from zero.state.tensor_file import write_tensors
 
 logger = logging.getLogger(__name__)
@@ -54,8 +53,8 @@ class Publication:
     are called in the thread that writes.
     """
 
-    publish: Callable[[Path, Path], None]
     remedy: str
+    publish: Callable[[Path, Path], object] = Path.rename
     tidy: Callable[[], None] = lambda: None
     on_complete: Callable[[Path], None] = lambda final: None
     on_chunk: Callable[[], None] = lambda: None
@@ -65,38 +64,34 @@ class Publication:
 
 
 class CheckpointWriter:
-    """A writer of checkpoints, one at a time. All ranks of `mesh` make the same calls."""
+    """A writer of the checkpoints of a state, one at a time. All ranks of its mesh make the same calls."""
 
-    def __init__(self, mesh: Mesh, device: torch.device, publication: Publication, *, is_async: bool):
-        self._rank, self._num_ranks, self._publication = mesh.rank, mesh.size, publication
-        self._mesh = f"{mesh.first_rank}/{mesh.size}"  # other meshes of the job may save at the same time
+    def __init__(self, state: RankState, publication: Publication, *, is_async: bool):
+        self._state, self._publication = state, publication
+        self._rank, self._num_ranks = state.mesh.rank, state.mesh.size
+        self._mesh = f"{state.mesh.first_rank}/{state.mesh.size}"  # other meshes of the job may save at the same time
         self.store = shared_store()
-        self._host_copies = HostCopies(device) if is_async else None
+        self._host_copies = HostCopies(state.device) if is_async else None
         self._pending: tuple[threading.Thread, Callable[[], Path]] | None = None
-
-    def new_key(self, final: Path) -> str:
-        """Return a key of the store for a save to `final`, which no other save has: all ranks return the same."""
-        # Counted in the store and not here: a second writer of the same folder must not find the first one's keys.
-        return f"save/{final.name}/{self._mesh}/{self.store.add(f'saves/{self._mesh}/{self._rank}', 1)}"
 
     def agree(self, final: Path, value: str) -> str:
         """Return the first rank's `value` on all ranks."""
-        key = f"{self.new_key(final)}/value"
+        key = f"{self._new_key(final)}/value"
         if self._rank == 0:
             self.store.set(key, value)
-        self.wait_for(key)
+        self._wait_for(key)
         return self.store.get(key).decode()
 
-    def start(
-        self, key: str, final: Path, tensors: Mapping[str, Tensor], layout: Mapping[str, Any], save: str, title: str
-    ) -> None:
-        """Begin to save. Call `wait` before the next save.
+    def start(self, final: Path, content: Mapping[str, Any], save: str, title: str) -> None:
+        """Begin to save the state to the folder `final`. Call `wait` before the next save.
 
         If the writer is asynchronous, this returns when the tensors are copied, and training may change them. Otherwise
-        it returns when this rank's file is written. `save` names this save in the files, and `title` in errors.
+        it returns when this rank's file is written. `content` is that of `RankState.describe`, `save` names this save
+        in the files, and `title` in errors.
         """
         assert self._pending is None, "the save before this one has not been waited for"
-        partial = final.with_name(f".{final.name}.partial")
+        key, partial = self._new_key(final), final.with_name(f".{final.name}.partial")
+        layout, tensors = self._state.describe(content), self._state.tensors()
         if self._host_copies:
             tensors = self._host_copies.take(tensors)
 
@@ -126,7 +121,12 @@ class CheckpointWriter:
         thread.join()
         return outcome()
 
-    def wait_for(self, key: str) -> None:
+    def _new_key(self, final: Path) -> str:
+        """Return a key of the store for a save to `final`, which no other save has: all ranks return the same."""
+        # Counted in the store and not here: a second writer of the same folder must not find the first one's keys.
+        return f"save/{final.name}/{self._mesh}/{self.store.add(f'saves/{self._mesh}/{self._rank}', 1)}"
+
+    def _wait_for(self, key: str) -> None:
         """Wait until a key is set. The store wakes all ranks: if each asked again and again, it would be kept busy."""
         while True:
             try:
@@ -144,8 +144,7 @@ class CheckpointWriter:
                 self._publication.make_room()
                 partial.mkdir(parents=True, exist_ok=True)
                 path = rank_file(partial, self._rank)
-                seal = write_tensors(path, tensors, {ORIGIN: file_origin}, on_chunk=self._publication.on_chunk)
-                report["seal"] = asdict(seal)
+                report["seal"] = write_tensors(path, tensors, {ORIGIN: file_origin}, self._publication.on_chunk)
             finally:
                 self._publication.on_written(partial, "seal" in report)
         except Exception as error:  # any error: the first rank waits until every rank has reported
@@ -157,13 +156,15 @@ class CheckpointWriter:
 
     def _complete(self, key: str, partial: Path, final: Path, layout: Mapping[str, Any]) -> None:
         """Wait for all ranks, give the checkpoint its final name, and report the outcome. The hosts call it."""
-        reports = self._reports(key)
+        self._wait_for(f"{key}/all_written")
+        reports = [json.loads(line) for line in self.store.get(f"{key}/reports").decode().splitlines()]
+        reports.sort(key=lambda report: report["rank"])
         reason = next((report["error"] for report in reports if "error" in report), "")
         if not reason:
             try:
                 # In this order, a crash at any point leaves the older checkpoints usable: the folder gets its final
                 # name when all of it is on disk.
-                write_json(partial / LAYOUT, with_seals(layout, [Seal(**report["seal"]) for report in reports]))
+                write_json(partial / LAYOUT, {**layout, "files": [report["seal"] for report in reports]})
                 flush_folder(partial)
                 self._publication.publish(partial, final)
             except Exception as error:
@@ -176,19 +177,6 @@ class CheckpointWriter:
         if not reason and self._rank == 0:
             self._publication.on_complete(final)
 
-    def _reports(self, key: str) -> list[dict[str, Any]]:
-        """Return the reports of all ranks, which the first rank collects for the other hosts."""
-        if self._rank > 0:
-            self.wait_for(f"{key}/collected")
-            return json.loads(self.store.get(f"{key}/collected"))
-        self.wait_for(f"{key}/all_written")
-        lines = self.store.get(f"{key}/reports").decode().splitlines()
-        self.store.delete_key(f"{key}/reports")  # as long as there are ranks, and the store never forgets
-        reports = sorted(map(json.loads, lines), key=lambda report: report["rank"])
-        if len(self._publication.hosts) > 1:
-            self.store.set(f"{key}/collected", json.dumps(reports))
-        return reports
-
     def _report_outcome(self, key: str, reason: str) -> None:
         """Set the outcome when every host has published or failed."""
         if (num_hosts := len(self._publication.hosts)) > 1:
@@ -198,6 +186,7 @@ class CheckpointWriter:
                 return
             if self.store.check([f"{key}/failure"]):
                 reason = self.store.get(f"{key}/failure").decode()
+        self.store.delete_key(f"{key}/reports")  # as long as there are ranks, and the store never forgets
         self.store.set(f"{key}/outcome", reason)
 
     def _tidy(self, folder: Path) -> None:
@@ -208,7 +197,7 @@ class CheckpointWriter:
 
     def _outcome(self, key: str, title: str, final: Path) -> Path:
         """Wait until the first rank has reported the outcome. Return the checkpoint, or raise SaveError."""
-        self.wait_for(f"{key}/outcome")
+        self._wait_for(f"{key}/outcome")
         if reason := self.store.get(f"{key}/outcome").decode():
             raise SaveError(
                 f"checkpoint {title} cannot be written to {final.parent}: {reason}; {self._publication.remedy}"

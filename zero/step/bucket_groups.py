@@ -6,9 +6,9 @@ from functools import partial
 from torch import Tensor
 
 from parallel.autograd_internals import foreach_copy_
-from parallel.memory_kinds import TensorKind
+from parallel.memory_kinds import TensorKind, allocating
 from parallel.mesh import Work
-from zero.buckets.bucket import Bucket
+from zero.buckets.bucket import Bucket, take_changed
 from zero.buckets.flat import FlatParameters
 from zero.memory.placement import Offload, Placement
 from zero.partition.stage import Lifetime
@@ -22,9 +22,17 @@ class BucketGroups:
     The shards of many ranks are so small that the launch of a kernel takes longer than the kernel.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], with_matrices: Container[Bucket], offload: Offload):
+    def __init__(
+        self,
+        flats: Sequence[FlatParameters],
+        buckets: Sequence[Bucket],
+        with_matrices: Container[Bucket],
+        offload: Offload,
+    ):
         """`with_matrices`: the buckets whose update ends after the exchange of matrices; they are apart from others."""
-        self.buckets, self._with_matrices, self._offload = buckets, with_matrices, offload
+        self._flats, self.buckets, self._with_matrices, self._offload = flats, buckets, with_matrices, offload
+        self._versions: dict[FlatParameters, list[object]] = {}  # when master weights and parameters were equal
+        self._published: dict[Bucket, Work] = {}  # gathers of updated parameters that nobody has waited for
         self._limit = max(len(bucket.elements) for bucket in buckets) // GROUPED_SHARE
         self.regroup()
 
@@ -36,6 +44,26 @@ class BucketGroups:
         """Block the host until all copies have ended, if some buckets are updated in its memory."""
         if self.on(Placement.HOST):
             self._offload.synchronize()
+
+    def take_written(self) -> None:
+        """Give master weights the values of parameters that were written in place since `expect_equal`.
+
+        They may have been if they have new versions, or if their `.data` has ever been read. The values are compared on
+        the device of the master weights, and the host does not know the result. The caller has made the computation
+        wait for all updates: so a copy of master weights to the accelerator has ended when their parameters are read.
+        """
+        flats = [flat for flat in self._copied_flats() if self._versions.get(flat) != flat.versions()]
+        written = {bucket for flat in flats for bucket in flat.buckets}
+        for placement in Placement:
+            outdated = [b for b in self.on(placement) if b in written and b.master_may_be_outdated]
+            owned = self._offload.read_from(placement, (bucket.params.owned for bucket in outdated))
+            for bucket, values in zip(outdated, owned, strict=True):
+                with allocating(TensorKind.OTHER, on_host=placement is Placement.HOST):
+                    take_changed(bucket.master, values)
+
+    def expect_equal(self) -> None:
+        """Expect master weights and parameters to be equal now, as after an update."""
+        self._versions = {flat: flat.versions() for flat in self._copied_flats()}
 
     def regroup(self) -> None:
         """Group the buckets again after some of them have moved, and allocate the buffers."""
@@ -61,6 +89,42 @@ class BucketGroups:
         foreach_copy_(copies, grads)
         return copies
 
+    def publish(self, bucket: Bucket) -> None:
+        """Copy master weights to the owned parameters, wherever either is placed, and all-gather what was updated."""
+        params, master = bucket.params, bucket.master
+        if bucket.optimizer_placement is params.placement:
+            params.owned.copy_(master)  # returns early if both are the same memory
+            gather = params.all_gather_updated(exact=False)
+        elif bucket.optimizer_placement is Placement.HOST:
+            publish = partial(params.all_gather_updated, exact=False)
+            gather = self._offload.to_accelerator(master, params.owned, publish)
+        else:
+            copied = self._offload.to_host(master.to(params.owned.dtype), params.owned)
+            gather = Work(params.all_gather_updated(exact=False).wait, copied.wait)
+        self._published[bucket] = gather
+
+    def finish_publishing(self, *, overlaps: bool) -> None:
+        """Wait for the gathers; with `overlaps`, the first module that reads parameters that persist waits for them.
+
+        Codes are sent now, with the scales of the new values.
+        """
+        published, self._published = self._published, {}
+        for flat in self._flats:
+            gathers = {bucket: published[bucket] for bucket in flat.buckets if bucket in published}
+            if flat.is_coded and flat.lifetime is Lifetime.PERSISTENT:
+                for gather in gathers.values():
+                    gather.wait()
+                gathers = flat.gather_codes(gathers)
+            if overlaps and flat.lifetime is Lifetime.PERSISTENT:
+                flat.let_updates_run(gathers)
+            else:
+                for gather in gathers.values():
+                    gather.wait()
+
+    def _copied_flats(self) -> Iterator[FlatParameters]:
+        """Iterate over the buffers of which master weights are copies."""
+        return (flat for flat in self._flats if any(bucket.master_may_be_outdated for bucket in flat.buckets))
+
     def _consecutive(self, buckets: Iterable[Bucket]) -> list[list[Bucket]]:
         """Group buckets of the same types, with at most `_limit` owned elements unless a bucket has more."""
         groups: list[list[Bucket]] = []
@@ -73,45 +137,6 @@ class BucketGroups:
                 groups.append([bucket])
             last_kind = kind
         return groups
-
-
-class PublishedGathers:
-    """The all-gathers of updated parameters: launched while the next buckets are updated, and waited for afterwards."""
-
-    def __init__(self, offload: Offload):
-        self._offload = offload
-        self._launched: dict[Bucket, Work] = {}
-
-    def launch(self, bucket: Bucket) -> None:
-        """Copy master weights to the owned parameters, wherever either is placed, and all-gather what was updated."""
-        params, master = bucket.params, bucket.master
-        if bucket.optimizer_placement is params.placement:
-            params.owned.copy_(master)  # returns early if both are the same memory
-            gather = params.all_gather_updated(exact=False)
-        elif bucket.optimizer_placement is Placement.HOST:
-            publish = partial(params.all_gather_updated, exact=False)
-            gather = self._offload.to_accelerator(master, params.owned, publish)
-        else:
-            copied = self._offload.to_host(master.to(params.owned.dtype), params.owned)
-            gather = Work(params.all_gather_updated(exact=False).wait, copied.wait)
-        self._launched[bucket] = gather
-
-    def finish(self, flats: Iterable[FlatParameters], *, overlaps: bool) -> None:
-        """Wait for the gathers; with `overlaps`, the first module that reads parameters that persist waits for them.
-
-        Codes are sent now, with the scales of the new values.
-        """
-        for flat in flats:
-            gathers = {bucket: self._launched[bucket] for bucket in flat.buckets if bucket in self._launched}
-            if flat.is_coded and flat.lifetime is Lifetime.PERSISTENT:
-                for gather in gathers.values():
-                    gather.wait()
-                gathers = flat.gather_codes(gathers)
-            if overlaps and flat.lifetime is Lifetime.PERSISTENT:
-                flat.let_updates_run(gathers)
-            else:
-                for gather in gathers.values():
-                    gather.wait()
 
 
 def _owned_numel(buckets: Iterable[Bucket]) -> int:

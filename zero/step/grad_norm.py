@@ -6,20 +6,23 @@ from itertools import islice
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from parallel.autograd_internals import foreach_norm
 from parallel.memory_kinds import TensorKind, allocating
 from parallel.mesh import Axis
 from zero.buckets.bucket import Bucket
+from zero.buckets.weight_codes import Stretch
 from zero.memory.placement import Placement
 from zero.partition.layout import NORM_BLOCK, real_shape
-from zero.step.block_sums import CHUNK_NUMEL as BLOCKS_CHUNK
-from zero.step.block_sums import sums_of_squares
 
 # Elements whose squares a CPU sums at a time. It adds them in fp32 one after the other: without chunks, the norm of 17M
 # elements is wrong by 2e-4. A GPU adds them as a tree.
 CHUNK_NUMEL = 2**18
 NUM_NORMS = 16  # of chunks that are computed by one kernel on a GPU
+BLOCKS_CHUNK = 2**20  # elements whose squares, in fp64, exist at a time
+SUM_BITS = 62  # of the sum of all blocks
+SMALLEST_EXPONENT = -900  # so that the factor to integers is finite
 
 
 class GradNorm:
@@ -28,13 +31,13 @@ class GradNorm:
     Along the shard axis, each element has one owner. Along the tensor axis, which cuts the model, the parameters that
     are not in `split` are replicated, and only the first tensor rank counts them.
 
-    `owned` lists, for each bucket, the parameters in this rank's shard, each with its elements of the flat buffer.
+    `owned` lists, for each bucket, the parts of parameters in this rank's shard.
     `axes` are the shard axis and the tensor axis. `in_blocks`: with bits that do not depend on who owns an element.
     """
 
     def __init__(
         self,
-        owned: Mapping[Bucket, Sequence[tuple[nn.Parameter, range]]],
+        owned: Mapping[Bucket, Sequence[Stretch]],
         params: Set[nn.Parameter],
         axes: tuple[Axis, Axis],
         split: Set[nn.Parameter],
@@ -46,7 +49,7 @@ class GradNorm:
         num_blocks = axes[1].size * sum(2 + real_shape(param).numel() // NORM_BLOCK for param in params)
         self._num_blocks = num_blocks if in_blocks else None
         counted = params if axes[1].rank == 0 else params & split
-        self._counted = {bucket: [part for part in parts if part[0] in counted] for bucket, parts in owned.items()}
+        self._counted = {bucket: [part for part in parts if part.param in counted] for bucket, parts in owned.items()}
         self._dtype = reduce(torch.promote_types, {bucket.master.dtype for bucket in owned}, torch.float32)
         self._counts_whole = {bucket for bucket, parts in owned.items() if len(parts) == len(self._counted[bucket])}
 
@@ -79,7 +82,7 @@ class GradNorm:
         for bucket, parts in self._counted.items():
             grads = [bucket.grads.owned]  # the whole shard: its padding is zero
             if bucket not in self._counts_whole:
-                grads = [bucket.owned_part(bucket.grads.owned, part) for _, part in parts]
+                grads = [bucket.owned_part(bucket.grads.owned, part.elements) for part in parts]
             for grad in grads:
                 chunks = grad.split(CHUNK_NUMEL) if grad.device.type == "cpu" else (grad,)
                 yield from ((bucket.optimizer_placement, chunk) for chunk in chunks)
@@ -89,10 +92,10 @@ class GradNorm:
         layers = {param: layer_of(name) for name, param in module.named_parameters()}
         numbers = {layer: number for number, layer in enumerate(dict.fromkeys(layers.values()))}
         chunks = (
-            (numbers[layers[param]], chunk)
+            (numbers[layers[part.param]], chunk)
             for bucket, parts in self._counted.items()
-            for param, part in parts
-            for chunk in bucket.owned_part(bucket.grads.owned, part).split(CHUNK_NUMEL)
+            for part in parts
+            for chunk in bucket.owned_part(bucket.grads.owned, part.elements).split(CHUNK_NUMEL)
         )
         if self._num_blocks is not None:
             return dict(zip(numbers, self._over_blocks(chunks, len(numbers)), strict=True))
@@ -125,6 +128,50 @@ def _sum_of_squares(chunks: Sequence[tuple[Placement, Tensor]], dtype: torch.dty
         norms.update(zip(numbers, found, strict=True))
     first = norms[0]
     return torch.stack([norms[number].to(first.device) for number in range(len(chunks))]).square().sum()
+
+
+def sums_of_squares(
+    parts: Iterable[tuple[int, Tensor]], totals: Tensor, axes: Sequence[Axis], num_blocks: int
+) -> Tensor:
+    """Return sums over all ranks of the squares of flat gradients, in fp64, each part added to the sum with its number.
+
+    The bits are the same however the elements are divided over ranks:
+
+    gradients        | 256 elements | 256 elements | ...     from the beginning of a parameter: no shard cuts a block
+    sums of blocks   |      a       |      b       | ...     in fp64, halves of a block added to each other
+    fixed point      |   integer    |   integer    | ...     of 64 bits, below the largest block of all ranks
+    sum              integers, whose order does not matter
+
+    `totals` are integer zeros, one for each sum, and `num_blocks` is the number of blocks of all ranks, or more.
+    """
+    found = [(number, _squares_of_blocks(grad).to(totals.device)) for number, grad in parts]
+    own = [blocks.max() for _, blocks in found] or [totals.new_zeros((), dtype=torch.float64)]
+    largest = torch.stack(own).max()
+    for axis in axes:
+        of_ranks = largest.new_empty(axis.size)
+        axis.all_gather(largest.view(1), out=of_ranks).wait()
+        largest = of_ranks.max()
+    exponent = torch.frexp(largest).exponent.clamp(min=SMALLEST_EXPONENT).double()
+    shift = SUM_BITS - num_blocks.bit_length()
+    factor, inverse = torch.exp2(shift - exponent), torch.exp2(exponent - shift)
+    for number, blocks in found:
+        totals[number] += (blocks * factor).round_().long().sum()
+    for axis in axes:
+        axis.all_reduce(totals, out=totals).wait()
+    # An element that is not finite leaves no integers.
+    return torch.where(largest.isfinite(), totals * inverse, largest)
+
+
+def _squares_of_blocks(grad: Tensor) -> Tensor:
+    """Return the sum of squares of each block: by element-wise additions, since a kernel's order depends on shapes."""
+    sums = []
+    for chunk in grad.split(BLOCKS_CHUNK):
+        squares = F.pad(chunk.double().square(), (0, -len(chunk) % NORM_BLOCK)).view(-1, NORM_BLOCK)
+        while squares.shape[1] > 1:
+            left, right = squares.chunk(2, dim=1)
+            squares = left + right
+        sums.append(squares.view(-1))
+    return torch.cat(sums)
 
 
 def layer_of(name: str) -> str:

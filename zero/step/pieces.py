@@ -1,6 +1,7 @@
 """The pieces of parameters that this rank owns: the parameters of its torch optimizer."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,9 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from parallel.errors import ConfigError
 from parallel.mesh import Axis
 from zero.buckets.bucket import Bucket
 from zero.buckets.flat import FlatParameters
+from zero.buckets.weight_codes import Stretch
+from zero.partition.layout import shifted
 
 Groups = list[dict[str, Any]]  # torch's parameter groups
 
@@ -98,15 +102,15 @@ class OwnedPieces:
                 "model is wrapped"
             )
         self.flats, self.params = flats, frozenset(self.group_of)
-        self.owned: dict[Bucket, list[tuple[nn.Parameter, range]]] = {}
+        self.owned: dict[Bucket, list[Stretch]] = {}
         self.by_bucket: dict[Bucket, list[Piece]] = {}
         self.by_param: dict[nn.Parameter, list[Piece]] = {param: [] for param in self.group_of}
         for flat in flats:
             for bucket in flat.buckets:
                 if not self.params.isdisjoint(bucket.grads.parts):
                     bucket.place_master(bucket.optimizer_placement)
-                    self.owned[bucket] = list(flat.params_in(bucket.shard))
-                    self.by_bucket[bucket] = self._pieces(flat, bucket)
+                    self.owned[bucket] = list(flat.stretches(bucket.shard))
+                    self.by_bucket[bucket] = self._pieces(bucket)
         self._shared = {bucket for bucket in self.owned if not self.params.issuperset(bucket.grads.parts)}
 
     def groups(self, groups: Groups) -> Groups:
@@ -134,17 +138,54 @@ class OwnedPieces:
             return [grad]
         return [grad[piece.elements.start : piece.elements.stop] for piece in self.by_bucket[bucket]]
 
-    def _pieces(self, flat: FlatParameters, bucket: Bucket) -> list[Piece]:
+    def _pieces(self, bucket: Bucket) -> list[Piece]:
         found = []
-        for (param, part), (span, _) in zip(self.owned[bucket], flat.layout.spans_in(bucket.shard), strict=True):
+        for param, span, elements in self.owned[bucket]:
             if param in self.group_of:
-                in_shard, in_param = (
-                    range(part.start - start, part.stop - start) for start in (bucket.shard.start, span.elements.start)
-                )
-                view = nn.Parameter(bucket.owned_part(bucket.master, part))
+                view = nn.Parameter(bucket.owned_part(bucket.master, elements))
+                in_shard, in_param = shifted(elements, bucket.shard.start), shifted(elements, span.elements.start)
                 found.append(Piece(view, in_shard, self.group_of[param], span.name, in_param))
                 self.by_param[param].append(found[-1])
         return found
+
+
+class UnusedParameters:
+    """A filter of what is updated: if it `skips`, without what no rank used, else all, with a warning once."""
+
+    def __init__(self, pieces: OwnedPieces, module: nn.Module, *, skips: bool, assembles: bool):
+        """Raise ConfigError if it `skips`, and the optimizer `assembles` pieces to matrices."""
+        if skips and assembles:
+            raise ConfigError(
+                "skip_unused=True of ZeroOptimizer cannot leave out parts of whole matrices; choose False"
+            )
+        self._pieces, self._skips = pieces, skips
+        self._names = {param: name for name, param in module.named_parameters() if param in pieces.params}
+        self._warns, self._unused = not skips, frozenset[Piece]()
+
+    def find(self, used: Set[nn.Parameter], axes: Sequence[Axis], device: torch.device) -> None:
+        """Find what was not used, given the parameters of which this rank has got a gradient in this step.
+
+        If it `skips`, all ranks along `axes` call it, and the host waits for the answers of the others.
+        """
+        if self._warns and not used >= self._pieces.params:
+            self._warns = False
+            unused = [name for param, name in self._names.items() if param not in used]
+            warnings.warn(
+                f"{len(unused)} of {len(self._names)} parameters, such as {unused[0]}, got no gradient on this rank, "
+                "where it counts as zero: weight decay and momentum change those that no rank has used; choose "
+                "ZeroOptimizer(skip_unused=True) not to update them",
+                stacklevel=5,  # the caller of `ZeroOptimizer.step`
+            )
+        if self._skips:
+            num_users = torch.tensor([param in used for param in self._names], dtype=torch.int32, device=device)
+            for axis in axes:
+                axis.all_reduce(num_users, out=num_users).wait()
+            unused_params = (param for param, num in zip(self._names, num_users.tolist(), strict=True) if not num)
+            self._unused = frozenset(piece for param in unused_params for piece in self._pieces.by_param[param])
+
+    def without(self, pieces: Sequence[Piece]) -> Sequence[Piece]:
+        """Return the pieces that are updated."""
+        return [piece for piece in pieces if piece not in self._unused] if self._unused else pieces
 
 
 def locate(inner: Any, places: Mapping[nn.Parameter, WholePlace]) -> None:
@@ -165,39 +206,19 @@ def check_class(optimizer: object) -> None:
 def as_groups(params: Iterable[Any]) -> Groups:
     """Return parameter groups with lists of parameters, from any form that torch's optimizers take.
 
-    Raises ValueError if there is no parameter, or something that is not one.
+    Raises ValueError if there is no parameter, or if one is in two groups, and TypeError for what is not one.
     """
-    given = list(params)
-    groups: Groups = given if given and isinstance(given[0], dict) else [{"params": given}]
-    groups = [group | {"params": _as_list(group["params"])} for group in groups]
-    for param in (param for group in groups for param in group["params"]):
-        if not isinstance(param, Tensor):
-            raise ValueError(f"`groups` has a {type(param).__name__} where a parameter belongs; see torch.optim")
-    if not any(group["params"] for group in groups):
-        raise ValueError("`groups` has no parameters; leave it out to train all parameters of the model")
-    return groups
-
-
-def _as_list(params: Any) -> list[Any]:
-    """Return a parameter, several, or pairs of a name and a parameter as a list of parameters."""
-    params = [params] if isinstance(params, Tensor) else list(params)
-    return [param[1] if isinstance(param, tuple) else param for param in params]
+    groups = Optimizer(params, {}).param_groups
+    return [{key: value for key, value in group.items() if key != "param_names"} for group in groups]
 
 
 def _number_groups(groups: Groups, known: set[nn.Parameter]) -> dict[nn.Parameter, int]:
-    """Return the number of the group of each parameter; raise ValueError if it is in two, or not one of `known`."""
-    group_of: dict[nn.Parameter, int] = {}
-    for number, group in enumerate(groups):
-        for param in group["params"]:
-            if param not in known:
-                raise ValueError(
-                    f"parameter group {number} has a tensor of shape {tuple(param.shape)} not of this model; give "
-                    "parameters of the module inside ZeroDataParallel"
-                )
-            if param in group_of:
-                raise ValueError(
-                    f"a parameter of shape {tuple(param.shape)} is in groups {group_of[param]} and {number}; leave it "
-                    "in one of them"
-                )
-            group_of[param] = number
+    """Return the number of the group of each parameter; raise ValueError if it is not one of `known`."""
+    group_of = {param: number for number, group in enumerate(groups) for param in group["params"]}
+    for param, number in group_of.items():
+        if param not in known:
+            raise ValueError(
+                f"parameter group {number} has a tensor of shape {tuple(param.shape)} not of this model; give "
+                "parameters of the module inside ZeroDataParallel"
+            )
     return group_of

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from parallel.errors import ConfigError
-from zero.buckets.chunked_tensor import ChunkedTensor
-from zero.buckets.parameter_chunks import ParameterChunks
+from zero.buckets.chunked_tensor import ChunkedTensor, ParameterChunks
 from zero.step.bucketed_optimizer import load_settings, settings_of
 from zero.step.pieces import OwnedPieces, Piece
 

@@ -134,15 +134,9 @@ def hook_readers(root: nn.Module, before: Callable[[list[nn.Parameter]], None]) 
     handles = []
     for name, params in params_of.items():
         if params:
-            hook = Hook(partial(_run_before, before, list(params)))
+            hook = Hook(lambda *_, own=list(params): before(own))
             handles.append(nn.Module.register_forward_pre_hook(modules[name], hook, prepend=True))
     return handles
-
-
-def _run_before(
-    before: Callable[[list[nn.Parameter]], None], params: list[nn.Parameter], _module: nn.Module, _args: tuple
-) -> None:
-    before(params)
 
 
 class Hook:
@@ -160,15 +154,11 @@ class Hook:
         return no_hook
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _make_no_hook, ()
+        return partial, (no_hook,)
 
 
 def no_hook(*_: Any) -> None:
     """Do nothing."""
-
-
-def _make_no_hook() -> Callable[..., None]:
-    return no_hook
 
 
 class ForwardMethod:

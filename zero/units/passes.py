@@ -24,7 +24,7 @@ from parallel.autograd_internals import (
 from zero.buckets.gradients import GradientReducer
 from zero.buckets.guarded_parameter import take_grad
 from zero.order.agreement import LaunchOrder
-from zero.order.step_order import Round
+from zero.order.orders import Round
 
 
 class PassListener(Protocol):

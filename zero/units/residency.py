@@ -6,7 +6,7 @@ from typing import Literal
 from parallel.mesh import Axis
 from zero.buckets.bucket import Bucket
 from zero.memory.placement import Placement
-from zero.order.execution_order import ExecutionOrder
+from zero.order.orders import ExecutionOrder
 from zero.units.unit import Unit
 
 Pass = Literal["forward", "backward"]

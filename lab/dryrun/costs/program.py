@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
 from lab.measure.cluster import ClusterSpec
 from lab.observe.kernel_log import Kernel, events_at_times
@@ -16,12 +15,9 @@ MERGED = {
     "exp", "expm1", "_to_copy", "ge", "lt", "bitwise_and", "bitwise_not", "bitwise_or", "triu", "ones",
 }  # fmt: skip
 
-
+COPIES = {"cat", "stack"}
 ACCUMULATION = {("backward", "add_"), ("backward", "copy_")}  # of gradients, in their buffers
 FORWARD_PRODUCTS = 2  # of fused attention, in forward
-
-
-COPIES = {"cat", "stack"}
 
 
 @dataclass(frozen=True)
@@ -51,7 +47,9 @@ def as_program(
     kernels: Sequence[Kernel], events: Sequence[CommEvent], program: Program
 ) -> tuple[list[Kernel], list[CommEvent]]:
     if program.accumulates_in_products:
-        kernels, events = _without(kernels, events, lambda kernel: (kernel.phase, kernel.name) in ACCUMULATION)
+        kernels, events = replaced(
+            kernels, events, lambda _, kernel: [] if (kernel.phase, kernel.name) in ACCUMULATION else [kernel]
+        )
     if program.saves_products:
         kernels, events = without_saved_products(kernels, events)
     if not program.gathers_ahead_in_backward:
@@ -65,11 +63,16 @@ def as_program(
     return list(kernels), list(events)
 
 
-def _without(
-    kernels: Sequence[Kernel], events: Sequence[CommEvent], is_left_out: Callable[[Kernel], bool]
+def replaced(
+    kernels: Sequence[Kernel], events: Sequence[CommEvent], by: Callable[[int, Kernel], list[Kernel]]
 ) -> tuple[list[Kernel], list[CommEvent]]:
-    places = [0, *accumulate(not is_left_out(kernel) for kernel in kernels)]
-    return [kernel for kernel in kernels if not is_left_out(kernel)], events_at_times(events, places)
+    """Return a step with other kernels in the place of each, `by(position, kernel)`, between the same events."""
+    found: list[Kernel] = []
+    places = [0]
+    for position, kernel in enumerate(kernels):
+        found += by(position, kernel)
+        places.append(len(found))
+    return found, events_at_times(events, places)
 
 
 def without_saved_products(
@@ -79,19 +82,18 @@ def without_saved_products(
 
     Of each recomputed product half the columns are left: of a block the same work as that of each second product.
     """
-    found: list[Kernel] = []
-    places: list[int] = []
     recomputed = _recomputed(kernels)
-    for position, kernel in enumerate(kernels):
-        places.append(len(found))
+
+    def kept(position: int, kernel: Kernel) -> list[Kernel]:
         if position not in recomputed:
-            found.append(kernel)
-        elif kernel.product:
-            batch, m, n, k = kernel.product
-            num_bytes = round(kernel.num_bytes * (m * k + k * n / 2 + m * n / 2) / (m * k + k * n + m * n))
-            found.append(replace(kernel, product=(batch, m, n // 2, k), num_bytes=num_bytes))
-    places.append(len(found))
-    return found, events_at_times(events, places)
+            return [kernel]
+        if not kernel.product:
+            return []
+        batch, m, n, k = kernel.product
+        num_bytes = round(kernel.num_bytes * (m * k + k * n / 2 + m * n / 2) / (m * k + k * n + m * n))
+        return [replace(kernel, product=(batch, m, n // 2, k), num_bytes=num_bytes)]
+
+    return replaced(kernels, events, kept)
 
 
 def _recomputed(kernels: Sequence[Kernel]) -> set[int]:
@@ -117,7 +119,7 @@ def _recomputed(kernels: Sequence[Kernel]) -> set[int]:
 
 def _gathered_late(event: CommEvent) -> CommEvent:
     if event.op == "all_gather" and event.phase == "backward" and event.awaited is not None:
-        return replace(event, launched=max(event.launched, event.awaited), awaited=event.awaited)
+        return replace(event, launched=max(event.launched, event.awaited))
     return event
 
 
@@ -153,15 +155,12 @@ def merged(
     return found, events_at_times(events, places)
 
 
-def with_keys_of_a_context(kernels: Sequence[Kernel], size: int) -> list[Kernel]:
-    """Return the kernels of a rank that has a part of each sequence, whose attention reads the keys of all of it.
+def with_keys_of_a_context(kernel: Kernel, size: int) -> Kernel:
+    """Return a kernel of a rank that has a part of each sequence, whose attention reads the keys of all of it.
 
     The keys are assumed to come from the other ranks while attention runs, as in a ring.
     """
-    found = []
-    for kernel in kernels:
-        if kernel.attention is not None:
-            heads, queries, keys, head_dim, num_products = kernel.attention
-            kernel = replace(kernel, attention=(heads, queries, keys * size, head_dim, num_products))
-        found.append(kernel)
-    return found
+    if kernel.attention is None:
+        return kernel
+    heads, queries, keys, head_dim, num_products = kernel.attention
+    return replace(kernel, attention=(heads, queries, keys * size, head_dim, num_products))

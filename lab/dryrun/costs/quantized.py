@@ -6,8 +6,9 @@ A dry run of this program with `train.matmul=fp8` needs none of this: it records
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
+from lab.dryrun.costs.program import replaced
 from lab.measure.recipes import HALF_BITS, RECIPES
-from lab.observe.kernel_log import Kernel, events_at_times
+from lab.observe.kernel_log import Kernel
 from parallel.comm_log import CommEvent
 from parallel.mesh import HALF_TYPES
 
@@ -31,13 +32,7 @@ def quantized(
     kernels: Sequence[Kernel], events: Sequence[CommEvent], how: Quantization
 ) -> tuple[list[Kernel], list[CommEvent]]:
     """Return a step with the kernels of quantized products, each after those that quantize its operands."""
-    found: list[Kernel] = []
-    places: list[int] = []
-    for kernel in kernels:
-        places.append(len(found))
-        found += _quantized_product(kernel, how)
-    places.append(len(found))
-    return found, events_at_times(events, places)
+    return replaced(kernels, events, lambda _, kernel: _quantized_product(kernel, how))
 
 
 def _quantized_product(kernel: Kernel, how: Quantization) -> list[Kernel]:

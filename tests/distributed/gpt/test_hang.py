@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from gpt.monitor.hang import write_hang_report
+from gpt.monitor.watch import write_hang_report
 from parallel.comm_log import CommLog
 from parallel.mesh import Mesh
 from tests.ranks import run_ranks

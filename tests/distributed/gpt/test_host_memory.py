@@ -19,7 +19,7 @@ from parallel.world import World
 from tests.ranks import run_ranks
 from zero.memory import placement
 from zero.memory.placement import Placement, host_allocator
-from zero.state.owned_state import owned_state
+from zero.state.rank_state import RankState
 from zero.state.resident import resident_states
 from zero.state.writer import HostCopies
 
@@ -51,13 +51,13 @@ def forecast_and_use(arguments: list[str]) -> list[tuple[float, float]]:
         num_micro_batches = settings.train.num_micro_batches(mesh.data.size)
         train_step(state.model, state.optimizer, [torch.randint(300, (2, 17))] * num_micro_batches, mesh)
     states = resident_states(state.model, state.optimizer, Placement.HOST)
-    copies = HostCopies(state.device).take(owned_state(state.model, state.optimizer))
+    copies = HostCopies(state.device).take(RankState(state.model, state.optimizer).owned())
     if state.model.replica_axis.rank:
         copies = {}
     checkpoints = 0
     if settings.activations.store == "partition_host":
         numel = 2 * settings.model.seq_length * settings.model.hidden_size
-        checkpoints = state.model.module.run_blocks.num_bytes(3, numel, 2).host
+        checkpoints = 3 * numel * 2 / mesh.tensor.size
     forecast = bytes_on_host(settings, mesh, lambda num_bytes: num_bytes)
     used = [states.total, checkpoints, sum(copy.nbytes for copy in copies.values() if copy.dim()), 0]
     rounded = bytes_on_host(settings, mesh, lambda num_bytes: pinned_bytes(num_bytes, math.inf))

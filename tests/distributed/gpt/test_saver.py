@@ -1,5 +1,6 @@
 """Saves in which ranks wait without keeping the store busy, and settings that all ranks compare."""
 
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from queue import Queue
@@ -13,6 +14,7 @@ from gpt.builder.train_state import build
 from gpt.checkpoint.folder import Kept
 from gpt.checkpoint.layout import Progress
 from gpt.checkpoint.recovery import Recovery
+from gpt.checkpoint.saver import TO_DISK
 from gpt.checkpoint.saver import RunSaver as Saver
 from gpt.settings.parser import parse_settings
 from parallel.errors import ConfigError
@@ -54,7 +56,7 @@ def saves_that_are_reported_before_anyone_waits(folder: Path) -> list[Path]:
     """The checkpoints that a saver has reported to this rank; the first rank waits for the report of one."""
     state = build(parse_settings([f"--config={BASE}"]), Mesh.create(1), torch.device("cpu"))
     reported: Queue[Path] = Queue()
-    own = Saver(folder, state, kept=Kept(1), is_async=True, on_complete=reported.put)
+    own = Saver(folder, state, kept=Kept(1), is_async=True, publication=replace(TO_DISK, on_complete=reported.put))
     own.start(Progress(1))
     found = [reported.get()] if dist.get_rank() == 0 else []
     own.wait()

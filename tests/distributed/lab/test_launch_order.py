@@ -10,7 +10,7 @@ from gpt.settings.settings import Settings
 from gpt.train_step import train_step
 from lab.dryrun.dry_run import blank_micro_batches, dry_run
 from lab.observe.fake_tensors import QuickFakeTensorMode
-from lab.races.launch_order import COMPUTATION, SIDE_STREAM, Launch
+from lab.races.simulated_streams import COMPUTATION, SIDE_STREAM, Launch
 from lab.races.stream_checker import StreamChecker
 from parallel.world import imitated_world
 from tests.distributed.lab.test_streams import FACTORS, settings_of

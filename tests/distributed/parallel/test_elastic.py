@@ -13,6 +13,7 @@ import pytest
 
 from lab.acceptance.child import descendants, kill_all
 from parallel.launch import elastic
+from parallel.launch.node_facts import Job
 from tests.programs import HANG_SECONDS, start_forked, wait_for_end
 
 # Notes its start in a folder, and ends when a file tells it: with the code that stands there, or 0 if it is asked to.
@@ -30,6 +31,10 @@ while True:
 """
 
 
+def run_agent(words: list[str]) -> None:
+    elastic.main(words, lambda arguments, _: Job(settings=tuple(arguments)), lambda *_: None)
+
+
 class Nodes:
     """Nodes of one rank each, and what their ranks have noted."""
 
@@ -45,7 +50,7 @@ class Nodes:
     def start(self, number: int) -> BaseProcess:
         own = [*self._options, "--node", self.names[number], "--"]
         program = [str(self.folder / "rank.py"), str(self.folder), *self.rank_words]
-        return start_forked(self.folder / f"agent-{number}.txt", elastic.main, [*own, *program])
+        return start_forked(self.folder / f"agent-{number}.txt", run_agent, [*own, *program])
 
     def lose(self, number: int) -> None:
         """Kill the agent first, and then its ranks."""
@@ -139,15 +144,6 @@ def test_ranks_that_fail_again_end_the_job_with_their_code(make_nodes):
     (nodes.folder / "end-rank-0").write_text("7")
     assert nodes.codes() == [7, 7]
     assert nodes.sizes(3) == []
-
-
-def test_a_node_that_fails_again_is_left_out(make_nodes):
-    nodes = make_nodes(3, "--max_failures=1")
-    nodes.wait_for(1, 3)
-    (nodes.folder / "end-1-1").write_text("1")
-    nodes.wait_for(2, 2)
-    (nodes.folder / "end").touch()
-    assert nodes.codes() == [0, 0, 0]
 
 
 def test_a_signal_to_one_agent_lets_all_ranks_of_its_node_end(make_nodes):

@@ -13,7 +13,7 @@ from zero.engine import ZeroDataParallel
 from zero.memory.placement import NO_OFFLOAD, OffloadConfig
 from zero.optimizer import ZeroOptimizer
 from zero.partition.config import ZeroConfig
-from zero.state.owned_state import owned_state
+from zero.state.rank_state import RankState
 
 OPTIMIZER_ON_HOST = OffloadConfig("host", ("optimizer",))
 RESIDENT = [*configs(0, 1, 2, bucket_numel=[100]), ZeroConfig(3, 100, resident_numel=1000)]
@@ -76,7 +76,7 @@ def check_written_parameters(config: ZeroConfig, offload: OffloadConfig, dtype: 
             is_kept = digits.to(dtype) == bucket.params.owned
             assert bucket.master.equal(digits.where(is_kept, bucket.params.owned))
     model.module.load_state_dict(small_net(2, dtype).state_dict())
-    owned_state(model, optimizer)  # a save without a step
+    RankState(model, optimizer).owned()  # a save without a step
     assert all(bucket.master.to(dtype).equal(bucket.params.owned) for bucket in optimizer.buckets)
 
 

@@ -32,12 +32,8 @@ class TemporaryBytes:
     in_update: int
     constant: int
 
-    @property
-    def total(self) -> int:
-        return self.in_passes + self.in_update + self.constant
 
-
-def measure(num_layers: int, stage: int, store: str, bucket_numel: int | None) -> TemporaryBytes:
+def measure(num_layers: int, stage: int, store: str, bucket_numel: int) -> TemporaryBytes:
     mesh = Mesh.create(tensor_size=1)
     config = ModelConfig(num_layers, 32, 4, seq_length=16, vocab_size=97, dropout=0.0)
     tokens = ReplicatedTokens(mesh.tensor)
@@ -74,12 +70,6 @@ def test_peak_temporaries_do_not_grow_when_the_layers_double():
         assert many.in_passes == few.in_passes
         assert abs(many.in_update - few.in_update) <= few_scalars
         assert max(few.constant, many.constant) <= num_buckets * bucket_numel * 2
-
-
-def test_without_constant_buffers_peak_temporaries_grow():
-    """The setting is there to prevent this; the test above can fail."""
-    (four, *_), (eight, *_) = run_cases(2, measure, [(n, 2, "keep", None) for n in (4, 8)])
-    assert eight.total > 1.5 * four.total
 
 
 @pytest.mark.parametrize(("chunk_tokens", "rows_numel"), [(64, 10**6), (64, 1000), (16, 1000), (1, 1000)])

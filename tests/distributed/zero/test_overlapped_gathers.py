@@ -13,8 +13,7 @@ from zero.engine import ZeroDataParallel
 from zero.memory.placement import Placement
 from zero.optimizer import ZeroOptimizer
 from zero.partition.config import ZeroConfig
-from zero.state.owned_state import load_owned_state
-from zero.state.saved_state import WHOLE
+from zero.state.rank_state import RankState
 
 
 class Model(nn.Module):
@@ -58,7 +57,7 @@ READS: dict[str, Callable[[ZeroDataParallel, ZeroOptimizer], object]] = {
     "all updates": lambda model, _: model.wait_for_updates(),
     "changes": lambda _, optimizer: optimizer.take_changes(),
     "placement": lambda _, optimizer: optimizer.place(optimizer.buckets[0], Placement.HOST),
-    "saved state": lambda model, optimizer: load_owned_state(model, optimizer, NothingSaved(), WHOLE),
+    "saved state": lambda model, optimizer: RankState(model, optimizer).load_owned(NothingSaved()),
     "nothing": lambda *_: None,
 }
 

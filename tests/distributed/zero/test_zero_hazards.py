@@ -18,7 +18,7 @@ from tests.models import batch, build, loss_of
 from tests.ranks import run_ranks
 from tests.scenarios import STAGES, TOLERANCE, check, procedure_of
 from tests.twins import ALL_STAGES, Twins, assert_same_bits, check_all, configs, next_token_loss
-from zero.buckets.bucket import Held
+from zero.buckets.grad_shard import Held
 from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
 from zero.partition.config import ZeroConfig

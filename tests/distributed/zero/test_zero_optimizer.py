@@ -26,7 +26,7 @@ from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
 from zero.partition.config import ZeroConfig
 from zero.state.checkpoint import Saver, load, save
-from zero.state.owned_state import common_state, owned_state
+from zero.state.rank_state import RankState
 from zero.step import bucket_groups
 from zero.step.grad_norm import layer_of
 from zero.step.loss_scale import LossScale
@@ -63,7 +63,8 @@ def train_fp16(
 
 
 def all_state(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> dict[str, Tensor]:
-    return owned_state(model, optimizer) | common_state(model, optimizer)
+    state = RankState(model, optimizer)
+    return state.owned() | state.common()
 
 
 def check_overflows_leave_no_trace(optimizer: Optimizer, stages: list[int]) -> None:
@@ -176,14 +177,6 @@ def test_a_step_tells_the_model_the_factor_of_the_loss():
     model.module.register_forward_pre_hook(lambda _module, args: factors.append(args[2].item()))
     train_step(model, optimizer, [*tokens_of(0, 0), *tokens_of(1, 0)], mesh)
     assert factors == [2.0**10 / len(factors)] * len(factors)
-
-
-def test_an_optimizer_that_cannot_take_the_flag_waits_for_it():
-    mesh = Mesh.create(tensor_size=1)
-    model = ZeroDataParallel(small_gpt(torch.float16), mesh.data, ZeroConfig())
-    optimizer = ZeroOptimizer(model, torch.optim.SGD, loss_scale=LossScale(2.0, is_dynamic=True))
-    with NoWaiting(), pytest.raises(AssertionError, match="reads a tensor's value"):
-        train_step(model, optimizer, tokens_of(0, 0), mesh)
 
 
 def start(config: ZeroConfig, dtype: torch.dtype, offset: int) -> tuple[ZeroDataParallel, ZeroOptimizer]:

@@ -11,7 +11,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from parallel.mesh import Axis, Mesh
 from tests.ranks import run_ranks
-from tests.scenarios import WIDTH, Run, scenario
 from tests.twins import ALL_STAGES, Twins, assert_same_bits, check_all, configs, params_of
 from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
@@ -72,30 +71,6 @@ def test_ranks_start_alike_and_train_every_kind_of_parameter(data_size):
     run_ranks(data_size, check_all, checks, configs(*ALL_STAGES, bucket_numel=[20, None]))
 
 
-class Containers(nn.Module):
-    """Blocks in lists and dicts, which are never called themselves. Two of the blocks share a weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pairs = nn.ModuleList(nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2)) for _ in range(2))
-        self.named = nn.ModuleList(
-            nn.ModuleDict({"up": nn.Linear(WIDTH, WIDTH), "down": nn.Linear(WIDTH, WIDTH)}) for _ in range(2)
-        )
-        self.pairs[0][1].weight = self.pairs[0][0].weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        for first, second in self.pairs:
-            x = second(first(x).tanh())
-        for layer in self.named:
-            x = layer["down"](layer["up"](x).tanh())
-        return x
-
-
-@scenario()
-def test_lists_and_dicts_of_blocks_train(run: Run) -> None:
-    run.train_module(Containers())
-
-
 @pytest.mark.parametrize("stage", ALL_STAGES)
 def test_sparse_gradients_are_refused(stage):
     model = ZeroDataParallel(nn.Embedding(9, 4, sparse=True), Axis.trivial("data"), ZeroConfig(stage, 500))
@@ -123,7 +98,7 @@ def test_groups_with_foreign_or_repeated_parameters_are_refused():
     foreign = nn.Parameter(torch.zeros(5))
     with pytest.raises(ValueError, match=r"group 1 has a tensor of shape \(5,\) not of this model"):
         ZeroOptimizer(model, torch.optim.SGD, [{"params": [module.weight]}, {"params": [foreign]}])
-    with pytest.raises(ValueError, match=r"shape \(2,\) is in groups 0 and 1"):
+    with pytest.raises(ValueError, match="in more than one parameter group"):
         ZeroOptimizer(model, torch.optim.SGD, [{"params": [module.bias]}, {"params": [module.bias]}])
 
 

@@ -1,17 +1,18 @@
 """The order of an epoch: its samples, its memory and its cache."""
 
 import tracemalloc
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from data.epochs import EpochOrder, Recipe, build_epoch, cached_epoch
+from data.epochs import Stream, StreamOrder, cached_order
 from data.errors import DataError
 
-RECIPE = Recipe("corpus", 100, 50, 7, 0, 10, 16, 1)
+
+def build_epoch(lengths: np.ndarray, *, seq_length: int, seed: int, epoch: int) -> StreamOrder:
+    return Stream(lengths, seq_length, masks_documents=False).build(seed, epoch)
 
 
 def _slow_starts(lengths: list[int], order: list[int], seq_length: int) -> list[list[int]]:
@@ -62,7 +63,7 @@ def test_a_cached_order_is_built_once_and_then_memory_mapped(tmp_path):
         return build_epoch(np.full(10, 20), seq_length=16, seed=1, epoch=0)
 
     cache = tmp_path / "of" / "orders"
-    fresh, again = (cached_epoch(cache, "stem", EpochOrder, build) for _ in range(2))
+    fresh, again = (cached_order(cache, "stem", StreamOrder, build) for _ in range(2))
     assert len(built) == 1
     assert all(isinstance(array, np.memmap) for array in vars(again).values())
     assert all(np.array_equal(*pair) for pair in zip(vars(fresh).values(), vars(again).values(), strict=True))
@@ -70,28 +71,17 @@ def test_a_cached_order_is_built_once_and_then_memory_mapped(tmp_path):
     assert sorted(path.name for path in cache.iterdir()) == names
     for number, name in enumerate(names, 2):
         (cache / name).unlink()
-        cached_epoch(cache, "stem", EpochOrder, build)
+        cached_order(cache, "stem", StreamOrder, build)
         assert len(built) == number
         assert (cache / name).exists()
-
-
-@pytest.mark.parametrize("field", [name for name in Recipe.__dataclass_fields__ if name != "name"])
-def test_a_change_of_anything_in_the_recipe_names_other_files(field):
-    assert replace(RECIPE, **{field: getattr(RECIPE, field) + 1}).file_stem(0) != RECIPE.file_stem(0)
-    assert RECIPE.file_stem(1) != RECIPE.file_stem(0)
-    assert replace(RECIPE, name="other").file_stem(0) != RECIPE.file_stem(0)
-
-
-def test_files_have_the_names_that_earlier_runs_gave_them():
-    assert RECIPE.file_stem(3) == "documents_0-10_seq_16_seed_1_3f844fb8f34b1086_epoch_3"
 
 
 def test_a_folder_that_cannot_be_written_is_reported_with_its_setting(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match=r"cannot write the sample order to .*; set data.cache_dir"):
-        cached_epoch(
+        cached_order(
             tmp_path / "file" / "cache",
             "stem",
-            EpochOrder,
+            StreamOrder,
             lambda: build_epoch(np.full(9, 9), seq_length=4, seed=1, epoch=0),
         )

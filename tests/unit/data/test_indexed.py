@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.check import check_index
 from data.errors import DataError
-from data.indexed import IndexedDataset
+from data.indexed import IndexedDataset, check_index
 from data.sidecar import Sidecar
 from data.staging import IndexedWriter, token_dtype
 
@@ -126,7 +125,7 @@ def test_a_damaged_index_is_reported_with_the_expected_values(write_corpus, offs
     ],
 )
 def test_the_inside_of_an_index_is_checked(write_corpus, monkeypatch, block, offset, content, message):
-    monkeypatch.setattr("data.check.BLOCK", block)
+    monkeypatch.setattr("data.indexed.BLOCK", block)
     prefix = write_corpus([[1, 2, 258], [7], [8, 9]])
     check_index(IndexedDataset(prefix))
     _overwrite(prefix + ".idx", offset, content)

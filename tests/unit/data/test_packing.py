@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from data.documents import NOT_COUNTED
 from data.errors import DataError
 from data.indexed import IndexedDataset
-from data.packing import best_fit, build_packed, count_sizes
-from data.samples import PackedSamples
+from data.packing import BestFit, best_fit, count_sizes
+from data.samples import PackedSamples, SampleOptions
 
 LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=60).filter(lambda lengths: max(lengths) > 1)
 
@@ -53,8 +53,7 @@ def test_less_than_a_hundredth_of_the_positions_is_padding(seq_length):
 
 
 def build(lengths: list[int], seq_length: int, seed: int = 5, epoch: int = 0):
-    array = np.array(lengths)
-    return build_packed(array, best_fit(count_sizes(array, seq_length)), seq_length=seq_length, seed=seed, epoch=epoch)
+    return BestFit(np.array(lengths), seq_length, masks_documents=True).build(seed, epoch)
 
 
 @given(LENGTHS, st.integers(1, 17), st.integers(0, 2))
@@ -77,12 +76,10 @@ def test_seeds_and_epochs_have_different_orders():
     assert build(lengths, 32, 2, 1).pieces.tobytes() == orders[3].pieces.tobytes()
 
 
-def packed(prefix: str, seq_length: int = 16, **options) -> PackedSamples:
+def packed(prefix: str) -> PackedSamples:
     dataset = IndexedDataset(prefix)
-    documents = range(2, len(dataset))
-    return PackedSamples(
-        dataset, documents, seq_length=seq_length, seed=3, packing="best_fit", masks_documents=True, **options
-    )
+    options = SampleOptions(seq_length=16, seed=3, packing="best_fit", masks_documents=True)
+    return PackedSamples(dataset, range(2, len(dataset)), options)
 
 
 def test_an_epoch_shows_every_token_but_the_first_of_a_document_once_as_a_target(counting_corpus):
@@ -107,7 +104,7 @@ def test_the_cache_holds_the_order_that_is_built(counting_corpus, monkeypatch):
     monkeypatch.setattr("data.samples.MIN_CACHED_ENTRIES", 1)
     written, read = packed(counting_corpus), packed(counting_corpus)
     written.build_cache(0, 2 * written.samples_per_epoch)
-    monkeypatch.setattr("data.samples.build_packed", lambda *_, **__: pytest.fail("must not build"))
+    monkeypatch.setattr(BestFit, "build", lambda *_: pytest.fail("must not build"))
     for i in range(2 * built.samples_per_epoch):
         assert np.array_equal(read[i], built[i])
 

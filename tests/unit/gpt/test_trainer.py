@@ -15,12 +15,11 @@ import gpt.trainer
 from gpt.monitor import metrics, profiling
 from gpt.monitor import records as monitor_records
 from gpt.monitor.records import Records
-from gpt.monitor.tracking import Tracking
 from gpt.run_folder.files import MetricsFile, read_steps
 from gpt.settings.parser import parse_settings
 from gpt.settings.schedule import learning_rate
 from tests.unit.gpt.builder.test_train_state import BASE
-from tests.unit.gpt.monitor.test_tracking import RecordingSink
+from tests.unit.gpt.monitor.test_sinks import RecordingSink
 from tests.unit.gpt.run_folder.test_files import record
 from tests.unit.gpt.runs_in_process import SEQ_LENGTH, make_trainer, write_text
 
@@ -84,7 +83,7 @@ def test_a_run_is_logged_with_its_speed_between_evaluations_samples_and_saves(
         now += seconds.get(phase, 0.0)
 
     sink = RecordingSink()
-    monkeypatch.setattr(monitor_records, "open_tracking", lambda *_: Tracking({"recording": lambda: sink}))
+    monkeypatch.setattr(monitor_records, "sink_openers", lambda *_: {"recording": lambda: sink})
     monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: now))
     every = {"train__eval_every": 2, "train__sample_every": 3, "train__layer_grad_norms_every": 3}
     every["checkpoint__every"] = 4

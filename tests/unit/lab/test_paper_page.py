@@ -29,7 +29,7 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
 
 def test_sizes_are_in_their_order(monkeypatch: pytest.MonkeyPatch, figures: list[Figure]):
     monkeypatch.setattr(throughput, "results", lambda figure: tuple(map(result, experiments(figure))))
-    throughput.figure_4()
+    throughput.against_size("figure4", "Figure 4")
     (axes,) = figures[0].axes
     names = [label.get_text() for label in axes.get_xticklabels()]
     assert names == sorted(names, key=lambda name: float(name[:-1]))

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from lab.paper.largest import main
-from lab.planner.closed_forms import largest
+from lab.planner.search import largest
 
 
 @pytest.mark.parametrize("step", [1, 2, 5])

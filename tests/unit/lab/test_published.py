@@ -8,12 +8,10 @@ from pathlib import Path
 import pytest
 
 from lab.measure.fit import fitted
-from lab.published import predict
-from lab.published import predictions as kept
+from lab.published import predict, predictions
 from lab.published.calibrate import ALL_FITS, FITS
-from lab.published.configurations import configuration
 from lab.published.predictions import Prediction, load_cluster
-from lab.published.row_settings import settings_of, settings_tree
+from lab.published.row_settings import configuration, settings_of, settings_tree
 from lab.published.rows import LATE_ROWS, ROWS, Row, read_rows
 from lab.published.sources import cluster_name
 from parallel.errors import ConfigError
@@ -33,8 +31,8 @@ def figures_on_page(row: Row) -> tuple[str, str]:
     return cells[2], cells[-2]
 
 
-def predictions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *names: str) -> list[Prediction]:
-    monkeypatch.setattr(kept, "KEPT_RUNS", tmp_path)
+def predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *names: str) -> list[Prediction]:
+    monkeypatch.setattr(predictions, "KEPT_RUNS", tmp_path)
     return [predict.predicted((BY_ID | LATE_BY_ID)[name]) for name in names]
 
 
@@ -47,7 +45,7 @@ def predictions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *names: str) ->
     ],
 )
 def test_rows_are_predicted_as_on_the_page(tmp_path, monkeypatch, names):
-    for found in predictions(tmp_path, monkeypatch, *names):
+    for found in predicted(tmp_path, monkeypatch, *names):
         assert (f"{found.tflops:.1f}", f"{found.peak_bytes / 1e9:.1f}") == figures_on_page(found.row)
 
 

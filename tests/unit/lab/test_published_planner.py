@@ -8,7 +8,7 @@ import pytest
 from lab.planner import depth
 from lab.planner.layouts import CandidateLayout
 from lab.published import predictions
-from lab.published.planner import PAGE, ROWS, compare, lines, published_layout, settings_of_run
+from lab.published.planner import PAGE, ROWS, compare, lines, published_layout, search_of
 from lab.published.rows import read_rows
 
 BY_ID = {row.id: row for row in read_rows()}
@@ -18,7 +18,7 @@ TABLE = {match[1]: match[0] for match in re.finditer(r"^\| (\S+) \|.*\|$", PAGE.
 def test_a_published_layout_runs_in_this_program_with_its_buckets_and_the_published_batch():
     row = BY_ID["MosaicML_H100-24x2048-n512-s2048-b12"]
     assert published_layout(row) == CandidateLayout(1, 2, "none", 12)
-    settings = published_layout(row).applied_to(settings_of_run(row))
+    settings = published_layout(row).applied_to(search_of(row).settings)
     assert (settings.zero.bucket_numel, settings.zero.overlap, settings.zero.overlap_gather) == ("auto", True, True)
     assert (settings.train.global_batch_size, settings.model.num_layers) == (6144, 24)
     assert str(settings.zero.reduce_dtype) == row.reduce_dtype
@@ -34,9 +34,9 @@ def test_the_planner_is_at_least_as_fast_as_a_layout_that_recomputes_and_says_it
     row = dataclasses.replace(real, **tiny)
     found = compare(row, num_to_verify=1)
     assert found.published == CandidateLayout(1, 0, "keep", 1)
-    assert found.fits
+    assert found.search.fits(found.of_best)
     assert found.best.store == "none", "so it is faster"
-    cost = found.cost(found.of_published)
+    cost = found.search.cost(found.of_published)
     assert cost.tokens == pytest.approx(20 * row.parameters, abs=2 * 64)
     assert cost.gpu_hours == pytest.approx(cost.tokens / (2 * 64) * found.of_published.seconds * 2 / 3600)
     assert found.of_best.seconds < found.of_published.seconds
@@ -49,5 +49,5 @@ def test_the_planner_is_at_least_as_fast_as_a_layout_that_recomputes_and_says_it
 def test_every_row_of_the_page_is_what_the_planner_finds(tmp_path, monkeypatch):
     monkeypatch.setattr(predictions, "KEPT_RUNS", tmp_path)
     found = [compare(BY_ID[name]) for name in ROWS]
-    assert all(one.fits and one.ratio <= 1 for one in found)
+    assert all(one.search.fits(one.of_best) and one.ratio <= 1 for one in found)
     assert list(lines(found))[2:] == [TABLE[name] for name in ROWS]

@@ -3,11 +3,10 @@
 If one fails after an update of torch, the function that it tests is the place to adapt.
 """
 
-import os
-import subprocess
-import sys
+import runpy
 from collections.abc import Callable
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -147,23 +146,18 @@ def test_a_backward_inside_another_one_is_noticed():
 
 
 def test_however_a_program_is_started_its_backward_is_not_nested(tmp_path):
-    """`python -m` calls a program from frames of its own."""
+    """`python -m` calls a program from frames of its own, those of `runpy`."""
     (tmp_path / "program.py").write_text(
-        "import threading, torch\n"
+        "import torch\n"
         "from parallel.autograd_internals import is_nested_backward\n"
-        "def run():\n"
-        "    x = torch.ones(2, requires_grad=True)\n"
-        "    x.register_hook(lambda _grad: print(is_nested_backward()))\n"
-        "    x.sum().backward()\n"
-        "run()\n"
-        "thread = threading.Thread(target=run)\n"
-        "thread.start()\n"
-        "thread.join()\n"
+        "notes, x = [], torch.ones(2, requires_grad=True)\n"
+        "x.register_hook(lambda _grad: notes.append(is_nested_backward()))\n"
+        "x.sum().backward()\n"
     )
-    environment = os.environ | {"PYTHONPATH": f"{Path(__file__).parents[3]}"}
-    command = [sys.executable, "-m", "program"]
-    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
-    assert result.stdout.split() == ["False", "False"]
+    notes = []
+    for run in (lambda program: program(), lambda program: ThreadPoolExecutor(1).submit(program).result()):
+        notes += run(partial(runpy.run_path, str(tmp_path / "program.py")))["notes"]
+    assert notes == [False, False]
 
 
 def test_whether_a_backward_accumulates_a_gradient_is_known():

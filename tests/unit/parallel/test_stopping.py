@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -14,15 +15,14 @@ import torch.distributed as dist
 
 from parallel import stopping
 from parallel.stopping import Stopping
-from tests.programs import run_python
+from tests.programs import start_forked, wait_for_end
 
 LIMIT_SECONDS = 60  # after which a hang ends
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_all_ranks_stop_after_the_same_step(seed):
+def test_all_ranks_stop_after_the_same_step():
     """A step ends when all ranks have begun it, as with any collective: a rank that left early would hang the rest."""
-    size, store, chooser = 4, dist.HashStore(), random.Random(seed)
+    size, store, chooser = 4, dist.HashStore(), random.Random(0)
     begun, all_begun = [0] * size, threading.Condition()
     stops = [Stopping(store, rank, size) for rank in range(size)]
     pauses = [[chooser.random() * 0.01 for _ in range(100)] for _ in range(size)]
@@ -96,39 +96,35 @@ def test_ctrl_c_stays_ignored_in_a_job_that_a_shell_started_in_the_background():
         signal.signal(signal.SIGINT, before)
 
 
-PROGRAM = """
-import os, signal, threading, time
-import torch.distributed as dist
-from parallel.stopping import Stopping
-now, is_asked = 0.0, threading.Event()
-def clock():
-    time = now
-    is_asked.set()
-    return time
-def wait_for_ever(store_is_gone, seconds_later, is_sent_again):
-    global now
+def wait_for_ever(store_is_gone: bool, seconds_later: float, is_sent_again: bool) -> None:
+    """Ask a rank whose peer never answers to stop, and let time pass."""
+    now, is_asked = [0.0], threading.Event()
+
+    def clock() -> float:
+        time = now[0]
+        is_asked.set()
+        return time
+
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     store = dist.TCPStore("127.0.0.1", server.port) if store_is_gone else dist.HashStore()
     del server
-    stop = Stopping(store, 0, 2, lambda reason: os.write(2, b"told: " + reason.encode()), clock)
+    stop = Stopping(store, 0, 2, lambda reason: os.write(1, f"told: {reason}".encode()), clock)
     with stop.handling_signals():
         stop.may_begin(1)
         os.kill(os.getpid(), signal.SIGINT)
         is_asked.wait() if store_is_gone else store.wait(["stop/step/0"])
-        now = seconds_later
+        now[0] = seconds_later
         if is_sent_again:
             os.kill(os.getpid(), signal.SIGINT)
         time.sleep(1000)
-for case in [(False, 11, False), (True, 11, False), (False, 3, True)]:
-    if not (child := os.fork()):
-        wait_for_ever(*case)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-"""
 
 
-def test_a_rank_that_cannot_stop_in_order_ends_wherever_it_waits():
-    """A peer is gone, or the launcher with its store, or a second signal comes."""
-    ended = run_python("-c", PROGRAM)
-    assert ended.stdout.split() == ["1", "1", f"{128 + signal.SIGINT}"]
+@pytest.mark.parametrize(
+    ("case", "code"),
+    [((False, 11, False), 1), ((True, 11, False), 1), ((False, 3, True), 128 + signal.SIGINT)],
+    ids=["a peer is gone", "the launcher is gone with its store", "a second signal comes"],
+)
+def test_a_rank_that_cannot_stop_in_order_ends_wherever_it_waits(tmp_path: Path, case, code):
+    assert wait_for_end(start_forked(tmp_path / "said", wait_for_ever, *case)) == code
     told = "told: rank 0 was asked to stop in step 1, and not all 2 ranks have answered within 10 s"
-    assert ended.stderr.count(told) == 2
+    assert (told in (tmp_path / "said").read_text()) == (code == 1)

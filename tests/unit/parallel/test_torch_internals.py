@@ -185,6 +185,6 @@ def test_the_attention_backend_is_the_one_that_runs():
 
 
 def test_a_cpu_without_the_instructions_has_no_products_in_bf16():
-    line = "import torch; from parallel.torch_internals import *; print(multiplies_in_bf16(torch.device('cpu')))"
+    line = "import torch; from parallel.torch_internals import multiplies_in_bf16 as f; print(f(torch.device('cpu')))"
     assert run_python("-c", line, ONEDNN_MAX_CPU_ISA="AVX2").stdout == "False\n"
     assert internals.multiplies_in_bf16(torch.device("cuda"))

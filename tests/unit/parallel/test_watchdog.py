@@ -26,7 +26,8 @@ AFTER = dict.fromkeys(range(4), replace(WAITING, tick=43))
 
 def verdict(rank: int, **changed: Any) -> str | None:
     """Return the verdict if a rank differs from the others."""
-    return describe_hang(BEFORE, AFTER | {rank: replace(AFTER[rank], **changed)}, 20.0, 4)
+    found = describe_hang(BEFORE, AFTER | {rank: replace(AFTER[rank], **changed)}, 20.0, 4)
+    return found and found.reason
 
 
 @pytest.mark.parametrize(
@@ -48,7 +49,9 @@ def test_a_rank_without_new_heartbeats_is_named():
     said = f"99 of its 100 collectives are complete, the next one is {NEXT}; the job ends"
     assert verdict(3, tick=40).startswith(f"rank 3 does not answer: {said}")
     without = {rank: AFTER[rank] for rank in (1, 2, 3)}
-    assert describe_hang(BEFORE, without, 20.0, 4).startswith("rank 0 does not answer: its collectives are unknown")
+    found = describe_hang(BEFORE, without, 20.0, 4)
+    assert found.reason.startswith("rank 0 does not answer: its collectives are unknown")
+    assert found.num_alive == 3
 
 
 def test_no_rank_is_named_while_any_makes_progress():
@@ -63,7 +66,7 @@ def test_ranks_that_are_alike_are_named_in_one_line():
     assert "\n" not in found
     assert "more ranks" not in found
     before, after = (dict.fromkeys(range(6), beats[0]) for beats in (BEFORE, AFTER))
-    found = describe_hang(before, after, 20.0, 6)
+    found = describe_hang(before, after, 20.0, 6).reason
     assert found.count("has made no progress") == 4
     assert "rank 3 has" in found
     assert found.endswith("in update; and 2 more ranks; the job ends (run.hang_seconds=20)")

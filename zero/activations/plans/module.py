@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,45 +21,32 @@ from zero.memory.streams import SideStream
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class PlanContext:
-    """The means of plans: a device and its rates, the ranks that hold the same activations, and stores.
-
-    `stores` None: all that exist. On a CPU, whose memory is the host's, partition_host does not, unless it imitates a
-    GPU.
-    """
-
-    hardware: Hardware
-    device: torch.device
-    replicas: Axis
-    stores: tuple[StoreName, ...] | None = None
-
-    @property
-    def possible_stores(self) -> tuple[StoreName, ...]:
-        """The stores between which a plan chooses."""
-        is_in_host_memory = self.device.type == "cpu" and self.replicas.imitated_backend != "nccl"
-        missing = {"partition": self.replicas.size == 1, "partition_host": is_in_host_memory}
-        return self.stores or tuple(name for name in STORES if not missing.get(name))
-
-
 class PlannedBlocks:
     """Equal blocks that run one after another by plans for all of them within a budget.
 
     The first argument of each is the output of the block before. The plan is made when a block is first called, for
-    each shape of its arguments; `plan` is the newest one.
+    each shape of its arguments; `plan` is the newest one. `replicas` are the ranks that hold the same activations.
+    `stores` None: all that exist. On a CPU, whose memory is the host's, partition_host does not, unless it imitates a
+    GPU.
     """
 
     def __init__(
         self,
         blocks: Sequence[nn.Module],
         budget_gb: float,
-        context: PlanContext,
+        hardware: Hardware,
+        device: torch.device,
+        replicas: Axis,
+        stores: tuple[StoreName, ...] | None = None,
     ):
-        self.budget_gb, self._context, self._num_blocks = budget_gb, context, len(blocks)
+        self.budget_gb, self._num_blocks = budget_gb, len(blocks)
+        self._costs, self._stream = CostModel(hardware, replicas.size), SideStream(device)
+        is_in_host_memory = device.type == "cpu" and replicas.imitated_backend != "nccl"
+        missing = {"partition": replicas.size == 1, "partition_host": is_in_host_memory}
+        self._possible_stores = stores or tuple(name for name in STORES if not missing.get(name))
+        self._of_replicas, self._of_rank = (self._stores(axis, device) for axis in (replicas, replicas.without_peers()))
         self.plan: Plan | None = None
         self._planners: list[tuple[Planner, list[Program]]] = []
-        self._stream = SideStream(context.device)
-        self._of_replicas, self._of_rank = map(self._stores, (context.replicas, context.replicas.without_peers()))
         traces = Traces(blocks[0], self._programs)
         for number, block in enumerate(blocks):
             block.forward = forward = PlannedForward(block, number, traces)
@@ -75,8 +61,7 @@ class PlannedBlocks:
         return self.plan
 
     def _programs(self, joint: JointGraph, num_parameters: int) -> list[Program]:
-        costs = CostModel(self._context.hardware, self._context.replicas.size)
-        planner = Planner(joint, joint.inputs[num_parameters], costs, self._context.possible_stores)
+        planner = Planner(joint, joint.inputs[num_parameters], self._costs, self._possible_stores)
         self._planners.append((planner, self._planned(planner)))
         return self._planners[-1][1]
 
@@ -86,9 +71,9 @@ class PlannedBlocks:
         programs = {kind: self._program(kind) for kind in (plan.first, plan.second)}
         return [programs[plan.of_block(number)] for number in range(self._num_blocks)]
 
-    def _stores(self, replicas: Axis) -> dict[StoreName, ActivationStore | None]:
+    def _stores(self, replicas: Axis, device: torch.device) -> dict[StoreName, ActivationStore | None]:
         """Return the stores of what all these ranks hold."""
-        memory = StoreContext(replicas, self._context.device, self._stream, defragments=False)
+        memory = StoreContext(replicas, device, self._stream, defragments=False)
         return {name: None if name == "keep" else make(memory) for name, make in STORES.items()}
 
     def _program(self, plan: BlockPlan) -> Program:
@@ -121,11 +106,11 @@ def planned(
     blocks = [module] if isinstance(module, nn.Module) and not isinstance(module, nn.ModuleList) else list(module)
     args = (sample,) if isinstance(sample, Tensor) else sample
     device = next(arg.device for arg in args if isinstance(arg, Tensor))
-    context = PlanContext(hardware or Hardware(), device, replicas or Axis.trivial("tensor"), stores=stores)
+    replicas = replicas or Axis.trivial("tensor")
     codes = {_traced_code(block, args) for block in blocks} if len(blocks) > 1 else ()
     if len(codes) > 1:
         raise ConfigError(f"{len(blocks)} modules compute {len(codes)} different functions; plan equal ones together")
-    result = PlannedBlocks(blocks, budget_gb, context)
+    result = PlannedBlocks(blocks, budget_gb, hardware or Hardware(), device, replicas, stores)
     forward: Any = blocks[0].forward
     with torch.enable_grad():
         forward.known(args, {})

@@ -125,31 +125,6 @@ def test_a_compiled_module_reads_weights_of_another(run: Run) -> None:
     run.train_module(module, steps=range(3))
 
 
-@compiled_scenario(STAGES)
-def test_a_model_is_compiled_while_gradients_are_accumulated(run: Run) -> None:
-    model, backend = run.wrap(three_blocks()), Backend()
-    optimizer = run.optimizer(model)
-    for step in range(2):
-        with model.accumulate():
-            run.record((model(run.batch(step)) - 0.5).square().mean() / 2).backward()
-        backend.compile_blocks(model.module)
-        run.record((model(run.batch(step + 9)) - 0.5).square().mean() / 2).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert run.is_plain or backend.num_operations == [BLOCK_OPERATIONS]
-
-
-@compiled_scenario(STAGE_3)
-def test_a_compiled_model_runs_inside_gathered(run: Run) -> None:
-    model, backend = run.wrap(three_blocks()), Backend()
-    backend.compile_blocks(model.module)
-    optimizer = run.optimizer(model)
-    run.train(model, optimizer)
-    with torch.no_grad(), model.gathered() as module:
-        run.record(module(run.batch(5)).square().mean())
-    run.train(model, optimizer)
-
-
 class Fails(Block):
     """A block that raises if its input is not finite."""
 

@@ -21,7 +21,7 @@ from zero.memory.placement import OffloadConfig, Placement
 from zero.optimizer import ZeroOptimizer
 from zero.partition.config import ZeroConfig
 from zero.sharded_init import ShardedInit
-from zero.state.owned_state import owned_state
+from zero.state.rank_state import RankState
 
 NUM_STEPS = 3  # the planner records two, and places anew in the third
 NUM_PARAMETERS = {3: 159_000, 6: 313_000}  # about, by number of layers
@@ -129,16 +129,16 @@ def test_a_bucket_that_is_placed_anew_keeps_masters_and_moments_to_the_bit(stage
         optimizer.step()
 
     step(0)
-    before = {name: tensor.clone() for name, tensor in owned_state(engine, optimizer).items()}
+    before = {name: tensor.clone() for name, tensor in RankState(engine, optimizer).owned().items()}
     for placement in (Placement.ACCELERATOR, Placement.HOST):
         for bucket in optimizer.buckets:
             optimizer.place(bucket, placement)
             assert bucket.optimizer_placement is placement
-        after = owned_state(engine, optimizer)
+        after = RankState(engine, optimizer).owned()
         assert before.keys() == after.keys()
         assert all(after[name].equal(tensor) for name, tensor in before.items())
     step(1)
-    assert not all(owned_state(engine, optimizer)[name].equal(tensor) for name, tensor in before.items())
+    assert not all(RankState(engine, optimizer).owned()[name].equal(tensor) for name, tensor in before.items())
 
 
 def message_of(budget_gb: float) -> str:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel.errors import ConfigError
-from tests.scenarios import DEFAULT, HOST, STAGE_3, WIDTH, Block, Blocks, Model, Run, mean_square, scenario
+from tests.scenarios import STAGE_3, WIDTH, Block, Blocks, Model, Run, mean_square, scenario
 
 CASTS: dict[str, Callable[[Model], object]] = {
     "float": lambda model: model.float(),
@@ -71,24 +71,6 @@ def test_unfreezing_after_wrapping_raises_in_the_step(run: Run) -> None:
         module.blocks[1].requires_grad_(False)
         optimizer.zero_grad()
     run.train(model, optimizer, steps=[3])
-
-
-@scenario(DEFAULT + HOST)
-def test_layers_are_unfrozen_one_after_another(run: Run) -> None:
-    """Unwrap, change and wrap again, with a new optimizer as in plain torch."""
-    module = Blocks()
-    module.requires_grad_(False)
-    for step, thawed in enumerate((module.head, module.blocks[1], module.blocks[0], module.embed)):
-        thawed.requires_grad_(True)
-        model = run.wrap(module)
-        run.train(model, run.optimizer(model), steps=[2 * step, 2 * step + 1])
-        module = model.unwrap()
-        for param in module.parameters():
-            run.record(param)
-            assert param.grad is None or run.is_plain
-            assert type(param) is nn.Parameter
-        run.record(mean_square(module, run.batch(50)))
-    run.train_module(module, steps=[9])
 
 
 @scenario()
@@ -193,14 +175,3 @@ def test_modules_without_values_or_parameters_are_refused(run: Run) -> None:
         with pytest.raises((ConfigError, ValueError), match="meta"):
             run.wrap(nn.Linear(4, 4, device="meta"))
     run.train_module(Blocks())
-
-
-@scenario()
-def test_switching_between_training_and_evaluation_changes_nothing_else(run: Run) -> None:
-    model, optimizer = run.start(Blocks(nn.Sequential(Block(), nn.Dropout(0.9)), Block()))
-    for step in range(3):
-        model.eval()
-        assert not model.module.blocks[0][1].training
-        run.train(model, optimizer, steps=[step])
-        model.train()
-        assert model.module.blocks[0][1].training

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from torch.utils.checkpoint import checkpoint
 
 from tests.scenarios import DEFAULT, GROUPS, HOST, Block, Blocks, Model, Run, mean_square, scenario
 
@@ -46,17 +46,8 @@ def train_each(run: Run, modules: list[nn.Module], num_steps: int = 2) -> None:
 
 @scenario(DEFAULT + HOST + GROUPS)
 def test_checkpoints_are_around_blocks(run: Run) -> None:
-    train_each(run, [AroundBlocks(kind, kind, kind) for kind in KINDS], num_steps=3)
-
-
-@scenario()
-def test_some_blocks_have_checkpoints_of_either_kind_and_others_none(run: Run) -> None:
-    train_each(run, [AroundBlocks(REENTRANT, None, OTHER, REENTRANT), AroundBlocks(None, OTHER, REENTRANT, None)])
-
-
-@scenario()
-def test_checkpoints_are_around_functions_inside_blocks(run: Run) -> None:
-    train_each(run, [Blocks(InsideBlock(kind), Block(), InsideBlock(kind)) for kind in KINDS])
+    all_alike = [AroundBlocks(kind, kind, kind) for kind in KINDS]
+    train_each(run, [*all_alike, AroundBlocks(REENTRANT, None, OTHER, REENTRANT)], num_steps=3)
 
 
 class Twice(Block):
@@ -69,7 +60,8 @@ class Twice(Block):
 
 
 @scenario()
-def test_checkpoints_are_nested(run: Run) -> None:
+def test_checkpoints_are_inside_blocks_and_nested(run: Run) -> None:
+    train_each(run, [Blocks(InsideBlock(kind), Block()) for kind in KINDS])
     pairs = list(itertools.product(KINDS, KINDS))
     around = AroundBlocks(*(outer for outer, _ in pairs))
     around.blocks = nn.ModuleList(InsideBlock(inner) for _, inner in pairs)
@@ -93,23 +85,6 @@ def test_the_first_gradient_arrives_inside_a_checkpoint(run: Run) -> None:
         run.train_module(EndsInCheckpoint(kind), lambda model, x: model(x), steps=range(3))
 
 
-class LastBlockFirst(Blocks):
-    """All that has parameters is inside one checkpoint, whose input needs a gradient."""
-
-    def __init__(self, kind: Any) -> None:
-        super().__init__(Block(), Block())
-        self.kind = kind
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.kind(super().forward, x.requires_grad_())
-
-
-@scenario()
-def test_the_whole_forward_is_inside_a_checkpoint(run: Run) -> None:
-    for kind in KINDS:
-        run.train_module(LastBlockFirst(kind), lambda model, x: mean_square(model, x.clone()))
-
-
 @scenario()
 def test_a_checkpoint_is_around_the_wrapped_model(run: Run) -> None:
     def loss(kind: Any, model: Model, x: Tensor) -> Tensor:
@@ -117,18 +92,6 @@ def test_a_checkpoint_is_around_the_wrapped_model(run: Run) -> None:
 
     for kind in KINDS:
         run.train_module(Blocks(), partial(loss, kind), steps=range(3))
-
-
-@scenario()
-def test_a_sequence_is_checkpointed_in_segments(run: Run) -> None:
-    class Segments(Blocks):
-        def encode(self, x: Tensor) -> Tensor:
-            return checkpoint_sequential(self.blocks, 2, self.embed(x), use_reentrant=self.is_reentrant)
-
-    for is_reentrant in (True, False):
-        module = Segments(Block(), Block(), Block(), Block())
-        module.is_reentrant = is_reentrant
-        train_each(run, [module])
 
 
 @scenario()

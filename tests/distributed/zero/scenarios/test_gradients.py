@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.scenarios import DEFAULT, HOST, Blocks, Model, Run, mean_square, scenario
+from tests.scenarios import DEFAULT, HOST, Blocks, Model, Optimizer, Run, mean_square, scenario
 from zero.buckets.guarded_parameter import GradientAccessError
 
 
@@ -48,45 +48,19 @@ def test_a_read_of_a_gradient_raises_while_the_engine_holds_it(run: Run) -> None
         optimizer.zero_grad()
 
 
-def by_optimizer(model: Model, optimizer: object) -> None:
-    optimizer.zero_grad()
-
-
-def by_optimizer_in_place(model: Model, optimizer: object) -> None:
-    optimizer.zero_grad(set_to_none=False)
-
-
-def by_optimizer_to_none(model: Model, optimizer: object) -> None:
-    optimizer.zero_grad(set_to_none=True)
-
-
-def by_model(model: Model, optimizer: object) -> None:
-    model.zero_grad()
-
-
-def by_module(model: Model, optimizer: object) -> None:
-    model.module.zero_grad()
-
-
-def by_hand(model: Model, optimizer: object) -> None:
+def set_to_none(model: Model) -> None:
     """Assign None: this discards the gradients or raises, and never keeps them."""
-    try:
-        for param in model.parameters():
-            param.grad = None
-    except GradientAccessError:
-        model.zero_grad()
+    for param in model.parameters():
+        param.grad = None
 
 
-DISCARDS = [by_optimizer, by_optimizer_in_place, by_optimizer_to_none, by_model, by_module, by_hand]
-
-
-def raises_or_discards(run: Run, model: Model, optimizer: object, discard: Callable) -> None:
-    """`module.zero_grad()` of the inner module reads gradients as any code does: it may raise."""
-    try:
-        discard(model, optimizer)
-    except GradientAccessError:
-        assert discard is by_module
-        model.zero_grad()
+DISCARDS: list[Callable[[Model, Optimizer], object]] = [
+    lambda _, optimizer: optimizer.zero_grad(),
+    lambda _, optimizer: optimizer.zero_grad(set_to_none=False),
+    lambda model, _: model.zero_grad(),
+    lambda model, _: model.module.zero_grad(),  # reads gradients as any code does, and may raise
+    lambda model, _: set_to_none(model),
+]
 
 
 @scenario(DEFAULT + HOST)
@@ -99,22 +73,15 @@ def test_an_abandoned_backward_leaves_nothing(run: Run) -> None:
                 mean_square(model, run.batch(50)).backward()
             if is_complete:
                 mean_square(model, run.batch(51)).backward()
-            raises_or_discards(run, model, optimizer, discard)
+            try:
+                discard(model, optimizer)
+            except GradientAccessError:
+                assert step > 2
+                model.zero_grad()
             assert all(param.grad is None or not param.grad.any() for param in model.parameters())
             run.record(mean_square(model, run.batch(60 + step))).backward()
             optimizer.step()
             optimizer.zero_grad()
-
-
-@scenario()
-def test_gradients_are_set_to_none_before_each_step(run: Run) -> None:
-    model, optimizer = run.start(Blocks())
-    for step in range(3):
-        for param in model.parameters():
-            param.grad = None
-        run.record(mean_square(model, run.batch(step))).backward()
-        optimizer.step()
-    optimizer.zero_grad()
 
 
 @scenario()

@@ -55,11 +55,6 @@ def train_each(run: Run, call: Callable[[nn.Module, Tensor], Tensor], changes: l
 
 
 @scenario(DEFAULT + HOST)
-def test_a_block_changes_its_input(run: Run) -> None:
-    train_each(run, lambda block, h: block(h * 1))
-
-
-@scenario()
 def test_the_caller_reads_an_input_that_the_block_has_changed(run: Run) -> None:
     def call(block: nn.Module, h: Tensor) -> Tensor:
         h = h * 1
@@ -95,14 +90,6 @@ def test_the_input_of_a_block_is_a_chunk(run: Run) -> None:
         mean_square(model, run.batch(0))
     model.module.blocks[0].change = torch.sin
     run.train(model, run.optimizer(model))
-
-
-@scenario(DEFAULT + HOST)
-def test_a_block_begins_with_an_activation_in_place(run: Run) -> None:
-    def block() -> nn.Module:
-        return nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH), nn.Dropout(0.0, inplace=True))
-
-    run.train_module(Calls(lambda block, h: block(h), block(), block(), block()), steps=range(3))
 
 
 class Root(nn.Module):

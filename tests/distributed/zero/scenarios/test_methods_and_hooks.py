@@ -77,17 +77,6 @@ def test_samples_are_generated_between_steps(run: Run) -> None:
         run.record(model.module.generate(run.batch(9)).mean())
 
 
-@scenario()
-def test_a_method_is_called_by_the_name_of_its_class(run: Run) -> None:
-    """A subclass's forward calls its base class's, which is no module call."""
-
-    class Twice(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(Block.forward(self, x))
-
-    run.train_module(Blocks(Twice(), Twice()))
-
-
 When = Callable[[nn.Module], None]
 
 
@@ -120,25 +109,14 @@ def scale_by_child(module: nn.Module, _inputs: tuple[Tensor, ...], output: Tenso
 
 
 @scenario()
-def test_hooks_of_blocks_change_inputs_and_outputs_and_read_parameters(run: Run) -> None:
+def test_hooks_of_blocks_and_of_the_root_change_inputs_and_outputs_and_read_parameters(run: Run) -> None:
     def register(module: nn.Module) -> None:
-        for block in module.blocks:
-            block.register_forward_pre_hook(scale_input)
-            block.register_forward_hook(scale_output)
-            block.register_forward_hook(scale_by_child)
-            block.register_forward_hook(scale_output, prepend=True)
-            block.register_forward_pre_hook(scale_input, prepend=True)
-
-    before_and_after(run, register)
-
-
-@scenario()
-def test_hooks_of_the_root_change_inputs_and_outputs_and_read_parameters(run: Run) -> None:
-    def register(module: nn.Module) -> None:
-        module.register_forward_pre_hook(scale_input)
-        module.register_forward_hook(scale_output)
-        module.register_forward_hook(scale_output, prepend=True)
-        module.register_forward_pre_hook(scale_input, prepend=True)
+        for part in (module, *module.blocks):
+            part.register_forward_pre_hook(scale_input)
+            part.register_forward_hook(scale_output)
+            part.register_forward_hook(scale_output, prepend=True)
+            part.register_forward_pre_hook(scale_input, prepend=True)
+        module.blocks[0].register_forward_hook(scale_by_child)
 
     before_and_after(run, register)
 
@@ -167,25 +145,14 @@ def test_a_hook_keeps_features_for_the_loss(run: Run) -> None:
 
 
 @scenario()
-def test_full_backward_hooks_change_gradients(run: Run) -> None:
+def test_full_backward_hooks_change_gradients_and_read_parameters(run: Run) -> None:
+    def scale(module: nn.Module, grads_in: tuple[Any, ...], _grads_out: Any) -> tuple[Any, ...]:
+        return tuple(grad if grad is None else grad * own_weight(module).detach().norm() for grad in grads_in)
+
     def register(module: nn.Module) -> None:
         for part in (module, *module.blocks):
-            part.register_full_backward_hook(
-                lambda _module, grads_in, _grads_out: tuple(grad if grad is None else 0.7 * grad for grad in grads_in)
-            )
+            part.register_full_backward_hook(scale)
             part.register_full_backward_pre_hook(lambda _module, grads_out: (1.2 * grads_out[0],))
-
-    before_and_after(run, register)
-
-
-@scenario()
-def test_full_backward_hooks_read_parameters(run: Run) -> None:
-    def scale(module: nn.Module, grads_in: tuple[Any, ...], _grads_out: Any) -> tuple[Tensor, ...]:
-        return (grads_in[0] * module.down.weight.detach().norm(),)
-
-    def register(module: nn.Module) -> None:
-        for block in module.blocks:
-            block.register_full_backward_hook(scale)
 
     before_and_after(run, register)
 

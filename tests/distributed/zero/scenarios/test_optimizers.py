@@ -29,30 +29,6 @@ def real_loss(logits: Tensor) -> Tensor:
     return nn.functional.softplus(-logits).mean()
 
 
-def fake_loss(logits: Tensor) -> Tensor:
-    return nn.functional.softplus(logits).mean()
-
-
-@scenario(DEFAULT + HOST)
-def test_a_generator_and_a_discriminator_are_two_models(run: Run) -> None:
-    generator, discriminator = (
-        run.wrap(Blocks(Block())),
-        run.wrap(nn.Sequential(nn.Linear(2, WIDTH), Block(), nn.Linear(WIDTH, 1))),
-    )
-    optimize_generator, optimize_discriminator = run.optimizer(generator), run.optimizer(discriminator)
-    for step in range(3):
-        fake, real = generator(run.batch(step)), run.batch(100 + step)[:, :2]
-        optimize_discriminator.zero_grad()
-        with discriminator.accumulate():
-            run.record(real_loss(discriminator(real))).backward()
-        run.record(fake_loss(discriminator(fake.detach()))).backward()
-        optimize_discriminator.step()
-        optimize_generator.zero_grad()
-        run.record(real_loss(discriminator(fake))).backward()  # reaches the discriminator's parameters too
-        optimize_generator.step()
-    optimize_discriminator.zero_grad()
-
-
 class Gan(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -63,24 +39,6 @@ class Gan(nn.Module):
         for block in self.discriminator if discriminates else self.generator:
             x = block(x)
         return x
-
-
-@scenario()
-def test_a_generator_and_a_discriminator_are_one_model_with_two_optimizers(run: Run) -> None:
-    model = run.wrap(Gan())
-    parts = model.module.generator, model.module.discriminator
-    optimize_generator, optimize_discriminator = (
-        run.optimizer(model, groups=[{"params": list(part.parameters())}]) for part in parts
-    )
-    for step in range(3):
-        optimize_discriminator.zero_grad()
-        fake = model(run.batch(step), False).detach()
-        run.record(real_loss(model(run.batch(9), True)) + fake_loss(model(fake, True))).backward()
-        optimize_discriminator.step()
-        optimize_generator.zero_grad()
-        run.record(real_loss(model(model(run.batch(step), False), True))).backward()
-        optimize_generator.step()
-        model.zero_grad()
 
 
 @scenario()

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.scenarios import DEFAULT, HOST, STAGES, Block, Blocks, Model, Run, mean_square, scenario
 
@@ -62,11 +62,14 @@ def test_gradients_accumulate_in_every_form(run: Run) -> None:
                 backward(step, 0)
                 backward(step, 1)
             backward(step, 2)
-        elif step == 1:  # a context around each
-            for number in range(2):
+        elif step == 1:  # a context around each, or inside another one
+            with model.accumulate():
                 with model.accumulate():
-                    backward(step, number)
-            backward(step, 2)
+                    backward(step, 0)
+                backward(step, 1)
+            with model.accumulate():
+                backward(step, 2)
+            backward(step, 3)
         else:  # a context around all of them
             with model.accumulate():
                 for number in range(3):
@@ -145,17 +148,6 @@ def test_a_block_is_shared_and_a_weight_is_in_two_units(run: Run) -> None:
     run.train(model, run.optimizer(model), steps=range(3))
 
 
-@scenario(STAGES)
-def test_only_a_part_of_the_rows_reaches_the_loss(run: Run) -> None:
-    """Every row of a part has a weight, and some of a rank's weights are zero."""
-
-    def loss(model: Model, x: Tensor) -> Tensor:
-        weights = (x[:, :1] > 0).to(x.dtype)
-        return ((model(x) - 0.5).square() * weights).mean()
-
-    run.train_module(Blocks(), loss, steps=range(3))
-
-
 @scenario(DEFAULT + HOST)
 def test_a_frozen_teacher_is_divided_too(run: Run) -> None:
     teacher, student = run.wrap(Blocks(Block()).requires_grad_(False)), run.wrap(Blocks())
@@ -166,41 +158,3 @@ def test_a_frozen_teacher_is_divided_too(run: Run) -> None:
         return (model(x) - target).square().mean() + teacher(model.module.embed(x)).square().mean()
 
     run.train(student, run.optimizer(student), loss, steps=range(3))
-
-
-@scenario()
-def test_a_wrapped_model_is_a_part_of_a_plain_module(run: Run) -> None:
-    class Task(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = run.wrap(Blocks())
-
-        def forward(self, x: Tensor) -> Tensor:
-            return mean_square(self.model, x)
-
-    task = Task()
-    run.train(task.model, run.optimizer(task.model), lambda _model, x: task(x))
-
-
-@scenario()
-def test_a_forward_is_left_for_the_next_backward(run: Run) -> None:
-    model, optimizer = run.start(Blocks())
-    for step in range(2):
-        first, second = (mean_square(model, run.batch(3 * step + number)) for number in range(2))
-        with model.accumulate():
-            first.backward()
-        (second + mean_square(model, run.batch(3 * step + 2))).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-@scenario()
-def test_contexts_of_accumulation_are_nested(run: Run) -> None:
-    model, optimizer = run.start(Blocks())
-    with model.accumulate():
-        for number in range(2):
-            with model.accumulate():
-                mean_square(model, run.batch(number)).backward()
-            mean_square(model, run.batch(2 + number)).backward()
-    mean_square(model, run.batch(4)).backward()
-    optimizer.step()

@@ -90,11 +90,6 @@ def test_autocast_is_around_checkpoints(run: Run) -> None:
     train_parts(run, run.wrap(Checkpointed()), under_autocast)
 
 
-@scenario(DEFAULT + HOST, tolerance=HALF, dtype=torch.bfloat16)
-def test_a_module_in_half_precision_trains(run: Run) -> None:
-    train_parts(run, run.wrap(Blocks()))
-
-
 @scenario(tolerance=HALF, dtype=torch.float32)
 def test_some_layers_are_in_half_precision(run: Run) -> None:
     class Mixed(Blocks):
@@ -108,22 +103,6 @@ def test_some_layers_are_in_half_precision(run: Run) -> None:
     module.blocks[1].bfloat16()
     module.head.weight.requires_grad_(False)
     train_parts(run, run.wrap(module))
-
-
-class HalfInside(nn.Module):
-    """A module of the user's own that computes in half precision with weights in full precision."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x.bfloat16() @ self.weight.bfloat16()).to(x.dtype)
-
-
-@scenario(tolerance=FLOAT, dtype=torch.float32)
-def test_a_module_casts_its_own_weights(run: Run) -> None:
-    train_parts(run, run.wrap(Blocks(HalfInside(), HalfInside())))
 
 
 @scenario(STAGES, tolerance=FLOAT, dtype=torch.float32)

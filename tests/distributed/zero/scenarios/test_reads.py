@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from parallel.autograd_internals import DisableTorchFunction
-from tests.scenarios import DEFAULT, HOST, STAGE_3, STAGES, WIDTH, Block, Blocks, Model, Run, mean_square, scenario
+from tests.scenarios import DEFAULT, HOST, STAGE_3, WIDTH, Block, Blocks, Model, Run, mean_square, scenario
 from zero.buckets.guarded_parameter import ShardedParameterError
 
 # What reads or writes the values of a parameter, given the model and a parameter of it that was kept in a list.
@@ -231,16 +231,6 @@ def penalty(module: nn.Module) -> Tensor:
 
 
 @scenario()
-def test_a_regulariser_and_its_backward_are_inside_gathered(run: Run) -> None:
-    model, optimizer = run.start(Blocks())
-    for step in range(3):
-        optimizer.zero_grad()
-        with model.gathered() as module:
-            run.record(penalty(module) + mean_square(model, run.batch(step))).backward()
-        optimizer.step()
-
-
-@scenario()
 def test_a_regulariser_has_a_backward_of_its_own(run: Run) -> None:
     model, optimizer = run.start(Blocks())
     for step in range(2):
@@ -251,22 +241,6 @@ def test_a_regulariser_has_a_backward_of_its_own(run: Run) -> None:
             value = penalty(module)
         run.record(value).backward()
         optimizer.step()
-
-
-@scenario(STAGES)
-def test_parameters_stay_near_values_that_were_copied(run: Run) -> None:
-    """Elastic weight consolidation: the penalty reads chosen parameters, and copies of their earlier values."""
-    model, optimizer = run.start(Blocks())
-    run.train(model, optimizer)
-    with torch.no_grad(), model.gathered() as module:
-        earlier = {name: param.clone() for name, param in module.blocks.named_parameters()}
-
-    def loss(model: Model, x: Tensor) -> Tensor:
-        with model.gathered(model.module.blocks.parameters()) as module:
-            near = sum((p - earlier[name]).square().sum() for name, p in module.blocks.named_parameters())
-        return mean_square(model, x) + near
-
-    run.train(model, optimizer, loss, steps=[2, 3])
 
 
 @scenario(STAGE_3)

@@ -53,14 +53,6 @@ def test_a_loss_of_energies_and_forces_trains(run: Run) -> None:
 
 
 @scenario()
-def test_a_loss_of_forces_alone_trains(run: Run) -> None:
-    model = run.wrap(Blocks())
-    run.train(
-        model, run.optimizer(model), lambda model, x: input_gradient(model, x, True).square().mean(), steps=range(3)
-    )
-
-
-@scenario()
 def test_a_differential_equation_is_learned(run: Run) -> None:
     """A second derivative by the input in the loss: three backwards through the graph."""
 

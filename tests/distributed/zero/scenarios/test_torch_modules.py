@@ -120,20 +120,14 @@ class Zoo(nn.Module):
         return x
 
 
-@scenario(STAGES)
-def test_every_module_of_torch_trains_as_a_unit(run: Run) -> None:
-    model = run.wrap(Zoo(are_units=True))
-    run.train(model, run.optimizer(model, lr=0.01))
-
-
 @scenario(FIRST_AND_LAST)
 def test_every_module_of_torch_trains_in_the_root(run: Run) -> None:
     model = run.wrap(Zoo(are_units=False))
     run.train(model, run.optimizer(model, lr=0.01))
 
 
-@scenario(FIRST_AND_LAST)
-def test_every_module_of_torch_is_evaluated_between_steps(run: Run) -> None:
+@scenario(STAGES)
+def test_every_module_of_torch_trains_as_a_unit_and_is_evaluated_between_steps(run: Run) -> None:
     """Without gradients, some take another path, which hands all weights to one kernel."""
     model = run.wrap(Zoo(are_units=True))
     optimizer = run.optimizer(model, lr=0.01)

@@ -34,18 +34,6 @@ def loss_of_copy(module: nn.Module, x: Tensor) -> Tensor:
     return (module(x) - 0.5).square().mean()
 
 
-@scenario()
-def test_a_state_dict_is_read_inside_gathered(run: Run) -> None:
-    model, optimizer = run.start(WithBuffer())
-    for step in range(2):
-        run.train(model, optimizer, steps=[step])
-        with model.gathered() as module:
-            state = {name: value.clone() for name, value in module.state_dict().items()}
-        copied = WithBuffer()
-        copied.load_state_dict(state)
-        run.record(loss_of_copy(copied, run.batch(9)))
-
-
 @scenario(DEFAULT + HOST)
 def test_the_first_rank_gets_the_full_state(run: Run) -> None:
     model, optimizer = run.start(WithBuffer())
@@ -141,25 +129,6 @@ def test_the_module_is_saved_and_loaded_as_a_file(run: Run) -> None:
     for copied in (loaded, restored):
         assert all(hook is no_hook for hook in copied._forward_pre_hooks.values())
         run.record(loss_of_copy(copied, run.batch(9)))
-
-
-@scenario()
-def test_averaged_weights_are_evaluated_in_the_model_and_put_back(run: Run) -> None:
-    model, optimizer = run.start(WithBuffer())
-    with model.gathered() as module:
-        average = [param.detach().clone() for param in module.parameters()]
-    for step in range(3):
-        run.train(model, optimizer, steps=[step])
-        with torch.no_grad(), model.gathered() as module:
-            own = [param.clone() for param in module.parameters()]
-            for mean, param in zip(average, module.parameters(), strict=True):
-                mean.lerp_(param, 0.5)
-        for values in (average, own):
-            with model.gathered(modify=True) as module:
-                for param, value in zip(module.parameters(), values, strict=True):
-                    param.copy_(value)
-            with torch.no_grad():
-                run.record(mean_square(model, run.batch(9)))
 
 
 def replace_data(module: nn.Module) -> None:

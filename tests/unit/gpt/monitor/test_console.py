@@ -57,7 +57,13 @@ def test_validation_and_texts_follow_their_step(capsys):
 
 def test_without_a_terminal_no_cell_is_cut(capsys):
     row = {"axis": "replica", "op": "reduce_scatter", "phase": "evaluation", "group_size": 1024, "count": 12345}
-    row |= {"message_bytes": {"1000": 1, "67108864": 2}, "first_position": 0.3, "last_position": 1.0, "blocking": 1}
+    row |= {
+        "message_bytes": {"1000": 1, "67108864": 2},
+        "first_position": 0.3,
+        "last_position": 1.0,
+        "blocking": 1,
+        "wire_bytes": 7,
+    }
     RunConsole(is_quiet=False).show(profile_table([row]))
     assert "reduce_scatter" in (output := capsys.readouterr().out)
     assert "…" not in output

@@ -10,11 +10,10 @@ from lab.dryrun.dry_run import DEVICE, HOST, Recording, dry_run
 from lab.dryrun.projection import Timeline
 from lab.dryrun.report import make_report
 from lab.measure.cluster import ClusterSpec
-from lab.planner.closed_forms import CandidateLayout, Prediction
 from lab.planner.depth import Estimate
-from lab.planner.layouts import fits
+from lab.planner.layouts import CandidateLayout, Prediction, fits
 from lab.planner.plan_report import too_large_line
-from lab.planner.search import estimate_fits
+from lab.planner.search import Search
 from parallel.errors import ConfigError
 from parallel.memory_kinds import TensorKind
 from tests.pairwise import noting, pairwise
@@ -100,7 +99,7 @@ def test_a_layout_fits_a_gpu_and_a_host_and_a_line_says_what_is_too_large(
     layout = CandidateLayout(1, 2, "keep", 8)
     prediction = Prediction(layout, on_device, on_host, 1.0, 1, 1.0)
     estimate = Estimate(1e9, on_device, on_host / 4, 1.0)
-    assert fits(prediction, cluster) == estimate_fits(estimate, cluster) == (reason is None)
+    assert fits(prediction, cluster) == Search(OFFLOADED, cluster, 4).fits(estimate) == (reason is None)
     if reason:
         line = f"does not fit: {layout}: {reason}"
         assert too_large_line(prediction, cluster, []) == line

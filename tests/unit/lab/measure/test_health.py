@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from lab.measure import bandwidth, health
-from lab.measure.bandwidth import DeviceRate, LinkRate
-from lab.measure.health import Health, find_faults, measure, nodes_left
+from lab.measure.bandwidth import DeviceRate, LinkRate, Rates
+from lab.measure.health import Health, find_faults, measure, nodes_left, slow_devices, slow_links
 from lab.measure.measured_cluster import ACROSS, INSIDE
 from parallel.errors import ConfigError
 from parallel.world import World
@@ -18,23 +18,24 @@ from tests.ranks import run_ranks
 
 NUM_NODES = 4
 SIZES = {"cpu": (64, 2**12)}
+DEVICE = DeviceRate(1e12, 1e11, 1e10, 1e-6)
 
 
 def job(rank: int = 0, rates: dict[tuple[int, int], float] | None = None, **odd: Any) -> list[Health]:
     """Return what the ranks of four nodes of two find: one rank is odd, and links have other rates (GB/s) than 10."""
-    device = DeviceRate(0, 1e12, 1e11, 1e10, 1e-6)
-    found = [Health(f"n{r // 2}", r, "H100", replace(device, rank=r), [], 7, 0) for r in range(2 * NUM_NODES)]
-    found[rank] = replace(found[rank], **odd)
+    found = [Health(Rates(f"n{r // 2}", r, "H100", DEVICE, []), 7, 0) for r in range(2 * NUM_NODES)]
+    of_rates = {name: odd.pop(name) for name in ("device", "device_name") if name in odd}
+    found[rank] = replace(found[rank], rates=replace(found[rank].rates, **of_rates), **odd)
     pairs = [(INSIDE, 2 * n, 2 * n + 1) for n in range(NUM_NODES)]
     pairs += [(ACROSS, r, (r + 2) % (2 * NUM_NODES)) for r in range(2 * NUM_NODES)]
     for axis, *ranks in pairs:
         first, second = sorted(ranks)
         rate = (rates or {}).get((first, second), 10.0)
-        found[ranks[0]].links.append(LinkRate(axis, "link", (first, second), rate * 1e9))
+        found[ranks[0]].rates.links.append(LinkRate(axis, "link", (first, second), rate * 1e9))
     return found
 
 
-SLOW_DEVICE = DeviceRate(3, 0.7e12, 0.7e11, 1e10, 1e-6)
+SLOW_DEVICE = DeviceRate(0.7e12, 0.7e11, 1e10, 1e-6)
 
 
 @pytest.mark.parametrize(
@@ -56,9 +57,29 @@ SLOW_DEVICE = DeviceRate(3, 0.7e12, 0.7e11, 1e10, 1e-6)
     ],
 )
 def test_what_is_slow_or_wrong_is_named_with_its_node(found, expected):
-    faults = find_faults(found, None)
+    faults = find_faults(found)
     assert [node for node, _ in faults] == [node for node, _ in expected]
     assert all(part in what for (_, what), (_, part) in zip(faults, expected, strict=True))
+
+
+def test_slow_links_are_those_far_below_the_median_of_their_kind_or_the_expected():
+    def slow(*gb_per_second: float, expected: float = 0.0) -> list[int]:
+        links = [LinkRate("data", "link", (rank, rank + 1), rate * 1e9) for rank, rate in enumerate(gb_per_second)]
+        links.append(LinkRate("data", "all_gather", (0, 1), 1e9))
+        return [link.ranks[0] for link in slow_links(links, lambda link: link.what, lambda _: expected)]
+
+    assert slow(10, 9, 6, 10) == [2]
+    assert slow(10, 6.9) == [1]
+    assert slow(10, 7) == slow(10) == []
+    assert slow(10, 9, expected=1.9e9) == slow(10, 9, expected=2e9) == [] != slow(10, 9, expected=2.1e9) == [0]
+
+
+def test_slow_devices_are_those_far_below_the_median_of_their_name_or_the_expected():
+    flops = (100e12, 79e12, 100e12, 80e12)
+    ranks = [Rates("n", rank, "H100", replace(DEVICE, flops_per_second=one), []) for rank, one in enumerate(flops)]
+    assert slow_devices(ranks, 158e12) == [("n", "slow device: rank 1 on n: 79 TFLOPs")]
+    assert slow_devices(ranks[1:2]) == []
+    assert len(slow_devices(ranks, 201e12)) == 4
 
 
 def test_nodes_at_fault_are_left_out_unless_it_is_not_known_which():
@@ -92,6 +113,6 @@ def measured() -> tuple[Health, Health]:
 
 def test_a_product_whose_bits_change_is_counted_on_real_ranks():
     clean, damaged = zip(*run_ranks(2, measured), strict=True)
-    assert not [what for _, what in find_faults(clean, None) if "wrong" in what]
-    assert {link.ranks for found in clean for link in found.links} == {(0, 1)}
-    assert [what for _, what in find_faults(damaged, None) if "wrong" in what]
+    assert not [what for _, what in find_faults(clean) if "wrong" in what]
+    assert {link.ranks for found in clean for link in found.rates.links} == {(0, 1)}
+    assert [what for _, what in find_faults(damaged) if "wrong" in what]

@@ -1,4 +1,4 @@
-"""Links and devices are measured, each by itself, and slow ones are named."""
+"""Links and devices are measured, each by itself."""
 
 import dataclasses
 from collections.abc import Callable
@@ -6,24 +6,18 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from lab.measure import __main__ as measurement
-from lab.measure import bandwidth, device_kernels
-from lab.measure.bandwidth import DeviceRate, LinkRate, slow_devices, slow_links
-from lab.measure.cluster import ClusterSpec
+from lab.measure import bandwidth
 from parallel.errors import ConfigError
 from parallel.launch import preflight
 from parallel.mesh import Mesh
 from parallel.world import World, imitated_world
-from tests.programs import run_program
-from tests.ranks import run_ranks
 from tests.unit.parallel.launch.test_preflight import ALIKE
 
 
 def test_nodes_are_compared_before_anything_is_measured(monkeypatch):
-    store, measured = dist.HashStore(), mock.Mock()
-    monkeypatch.setattr(preflight, "shared_store", lambda: store)
+    measured = mock.Mock()
     monkeypatch.setattr(measurement, "start_world", lambda: World(0, 1, 0, 1, torch.device("cpu")))
     monkeypatch.setattr(preflight, "find_facts", lambda _job: dataclasses.replace(ALIKE, disk_error="full"))
     monkeypatch.setattr(measurement, "measure", measured)
@@ -32,7 +26,7 @@ def test_nodes_are_compared_before_anything_is_measured(monkeypatch):
     assert not measured.called
 
 
-@pytest.mark.parametrize(("tensor_size", "num_meshes"), [(None, 1), (2, 1), (4, 2), (1, 2)])
+@pytest.mark.parametrize(("tensor_size", "num_meshes"), [(None, 1), (2, 1), (4, 2)])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_nothing_is_measured_beside_something_else(monkeypatch, rank, tensor_size, num_meshes):
     happened: list[str] = []
@@ -49,42 +43,3 @@ def test_nothing_is_measured_beside_something_else(monkeypatch, rank, tensor_siz
         measurement.measure(world, tensor_size)
     links = ["mesh", f"links {rank == 0}", "mesh"][: 1 + num_meshes]
     assert happened == [*links, "barrier", "device", "latency", "latency", "barrier", "sizes", "barrier", "kernels"]
-
-
-def rates(*gb_per_second: float) -> list[LinkRate]:
-    return [LinkRate("data", "link", (rank, rank + 1), rate * 1e9) for rank, rate in enumerate(gb_per_second)]
-
-
-def test_slow_links_are_those_far_below_the_median_or_the_expected():
-    assert [link.ranks for link in slow_links(rates(10, 9, 6, 10))] == [(2, 3)]
-    assert [link.ranks for link in slow_links(rates(10, 6.9))] == [(1, 2)]
-    assert slow_links(rates(10, 7)) == []
-    assert slow_links(rates(10)) == []
-    assert [link.ranks for link in slow_links(rates(10), 25e9)] == [(0, 1)]
-    assert slow_links(rates(10), 20e9) == []
-    others = [dataclasses.replace(link, what="all_gather") for link in rates(1)]
-    assert slow_links(rates(10) + others) == [], "another operation has rates of its own"
-
-
-def test_slow_devices_are_those_below_the_median_or_far_below_the_expected():
-    devices = [DeviceRate(rank, tflops * 1e12, 1.0, 1.0, 1.0) for rank, tflops in enumerate((100, 70, 100))]
-    assert [device.rank for device in slow_devices(devices, 0.0)] == [1]
-    assert [device.rank for device in slow_devices(devices, 250e12)] == [0, 1, 2]
-    devices[1] = dataclasses.replace(devices[1], flops_per_second=80e12)
-    assert slow_devices(devices, 160e12) == []
-    assert slow_devices(devices[:2], 0.0) == []
-    assert [device.rank for device in slow_devices(devices[:2], 162e12)] == [1]
-
-
-def test_a_job_measures_itself_and_writes_a_cluster_file(tmp_path):
-    path = tmp_path / "cluster.yaml"
-    words = "-m", "tests.unit.lab.measure.short_measurement", "--write", str(path), "--name", "two ranks"
-    run_ranks(2, run_program, *words, "--tensor_size", "1", init_process_group=False)
-    cluster = ClusterSpec.load(path)
-    measured = {curve.name for curve in cluster.collectives}
-    assert measured == {"all_reduce of 2", "all_gather of 2", "reduce_scatter of 2"}
-    assert cluster.device == "cpu"
-    assert cluster.attention_fraction > 0
-    assert len(cluster.kernels) == 2 * len(device_kernels.KERNELS)
-    assert (cluster.name, cluster.gpus_per_node) == ("two ranks", 2)
-    assert cluster.node_gb_per_second == pytest.approx(2 * cluster.intra_node_gb_per_second, rel=1e-3)

@@ -19,11 +19,10 @@ from lab.dryrun.plots import busy_shares, highest_moments, kernel_starts, plot_l
 from lab.dryrun.projection import Task, Timeline, project_recording
 from lab.dryrun.run_cost import RunCost
 from lab.planner import plan as planner
-from lab.planner import search as searching
 from lab.planner.depth import Estimate
 from lab.planner.front import front, spread
 from lab.planner.layouts import CandidateLayout, Prediction
-from lab.planner.plan import report_front
+from lab.planner.plan import report_front, report_plan
 from lab.planner.search import Search
 from parallel.errors import ConfigError
 from parallel.memory_kinds import TensorKind
@@ -117,10 +116,8 @@ def test_a_plot_of_many_kernels_shows_the_highest_moment_of_each_interval(monkey
 class Extrapolation:
     """A dry run in which twice as many GPUs take more than half of the time, and less memory."""
 
-    def __init__(
-        self, layout: CandidateLayout, _settings: object, _cluster: object, world_size: int, _folder: object = None
-    ):
-        self.estimate = Estimate(1e9, 5e12 / world_size + layout.stage, 0.0, 4e3 / world_size + 1)
+    def __init__(self, search: Search, layout: CandidateLayout):
+        self.estimate = Estimate(1e9, 5e12 / search.world_size + layout.stage, 0.0, 4e3 / search.world_size + 1)
 
     def at(self, _num_layers: int) -> Estimate:
         return self.estimate
@@ -129,16 +126,15 @@ class Extrapolation:
         return 77
 
 
+@pytest.fixture
+def extrapolation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Search, "extrapolate", lambda *arguments: Extrapolation(*arguments))
+
+
 @pytest.mark.parametrize(("kind", "expected"), [([], "a tie"), (["--largest"], "77 layers")])
 def test_the_command_prints_a_plan_and_writes_the_settings_of_its_best_run(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    kind: list[str],
-    expected: str,
+    extrapolation: None, capsys: pytest.CaptureFixture[str], tmp_path: Path, kind: list[str], expected: str
 ):
-    for module in (planner, searching):
-        monkeypatch.setattr(module, "extrapolate_layout", Extrapolation)
     config = f"--config={ROOT / 'configs/paper/figure2/100b-zero-400.yaml'}"
     cluster, output = f"--cluster={ROOT / 'configs/clusters/dgx-2.yaml'}", tmp_path / "folder/plan.yaml"
     figures = "--tokens=1B", "--dollars_per_gpu_hour=2", "--reserved_gb=3", f"--output={output}"
@@ -159,13 +155,12 @@ def test_the_command_prints_a_plan_and_writes_the_settings_of_its_best_run(
         planner.write_settings(chosen, output / "plan.yaml")
 
 
-def test_the_planner_compares_numbers_of_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setattr(searching, "extrapolate_layout", Extrapolation)
+def test_the_planner_compares_numbers_of_nodes(extrapolation: None, tmp_path: Path):
     console = Console(width=120, record=True, file=io.StringIO())
     plot = tmp_path / "folder/front.png"
-    search = Search(settings(), DGX_2, 25, num_to_verify=1)
-    num_nodes, chosen = report_front(search, [25, 12, 50], plot, console)
-    assert num_nodes == 50
+    search = Search(settings(), DGX_2, 400, num_to_verify=1)
+    of_best, chosen = report_front(search, [25, 12, 50], plot, console)
+    assert of_best.num_nodes == 50
     assert chosen.train.global_batch_size == 800
     text = console.export_text()
     assert "does not fit: tensor 16, stage 0" in text
@@ -179,12 +174,12 @@ def test_the_planner_compares_numbers_of_nodes(monkeypatch: pytest.MonkeyPatch, 
         report_front(search, [25], plot / "file/front.png", console)
 
 
-def test_a_plan_that_does_not_fit_says_what_would(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(searching, "extrapolate_layout", Extrapolation)
+def test_a_plan_that_does_not_fit_says_what_would(extrapolation: None, monkeypatch: pytest.MonkeyPatch):
     shape = "--model.num_layers=40", "--model.hidden_size=5120", "--train.global_batch_size=64", "--zero.stage=1"
-    large = Search(settings(*shape, "--parallel.tensor_size=1"), DGX_2, 1, ("zero.stage", "parallel.tensor_size"))
+    fixed, console = ("zero.stage", "parallel.tensor_size"), Console(quiet=True)
+    large = Search(settings(*shape, "--parallel.tensor_size=1"), DGX_2, 16, fixed)
     with pytest.raises(ConfigError, match=r"does not fit on 16 GPUs: .* too much; use a smaller model"):
-        large.plan()
+        report_plan(large, console)
     monkeypatch.setattr(Extrapolation, "at", lambda self, _num_layers: Estimate(1e9, 20e9, 0.0, 1.0))
     with pytest.raises(ConfigError, match=r"; it fits with --parallel.tensor_size=4 \(20.0 GB\), or with --zero"):
-        large.plan()
+        report_plan(large, console)

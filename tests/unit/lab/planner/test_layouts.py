@@ -12,7 +12,6 @@ from gpt.settings.settings import Settings
 from gpt.shape.flops import hardware_flops
 from lab.dryrun.dry_run import DEVICE, dry_run
 from lab.measure.cluster import ClusterSpec
-from lab.planner.closed_forms import make_plan
 from lab.planner.layouts import (
     ASSUMED_PEAK_FRACTION,
     MAX_MICRO_BATCH,
@@ -25,6 +24,7 @@ from lab.planner.layouts import (
     predict,
     step_seconds,
 )
+from lab.planner.search import Search
 from parallel.memory_kinds import TensorKind
 from zero.formulas import memory
 from zero.formulas.memory import ModelStates
@@ -111,7 +111,7 @@ def test_two_levels_are_chosen_where_groups_do_not_fit_and_the_network_is_slow()
     assert found[two_levels].seconds == pytest.approx(8 * (computing + sending) + between)
     assert found[two_levels].overlapped_seconds == pytest.approx(7 * computing + sending + between)
 
-    best = make_plan(settings, cluster, 512).fitting[0].layout
+    best = Search(settings, cluster, 512).plan().fitting[0].layout
     assert best.optimizer_over == "all"
     assert best.tensor_size * best.shard_size == 8
     applied = best.applied_to(settings)

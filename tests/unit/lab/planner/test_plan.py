@@ -15,7 +15,6 @@ from gpt.settings.option_names import messages_in_option_names
 from lab.dryrun.dry_run import DEVICE, dry_run
 from lab.measure.cluster import ClusterSpec
 from lab.planner import depth
-from lab.planner.closed_forms import Plan, closed_form_rank, deepest_models, make_plan
 from lab.planner.depth import Estimate, ShallowRun, shallow_runs
 from lab.planner.layouts import (
     FIELDS,
@@ -29,15 +28,19 @@ from lab.planner.layouts import (
 from lab.planner.plan import constraints, main, with_tokens
 from lab.planner.plan_report import chosen_lines, constraint_lines
 from lab.planner.remedies import remedies
-from lab.planner.search import Search, choose, estimate_layout, verify
+from lab.planner.search import Plan, Search, closed_form_rank
 from parallel.errors import ConfigError
 from parallel.fields import shown
 from tests.unit.lab.dryrun.test_projection import DGX_2, ROOT, settings, shallow
 from zero.partition.stage import STAGES
 
 
+def search(*options: str, world_size: int = 400, cluster: ClusterSpec = DGX_2, **changes: Any) -> Search:
+    return Search(settings(*options), cluster, world_size, **changes)
+
+
 def test_the_planner_chooses_a_layout_that_fits():
-    plan = make_plan(settings(), DGX_2, 400)
+    plan = search().plan()
     assert plan.fitting == sorted(plan.fitting, key=closed_form_rank)
     assert all(found.device_bytes <= DGX_2.gpu_memory_bytes - 1e9 for found in plan.fitting)
     assert {(f.layout.tensor_size, f.layout.stage) for f in plan.too_large} >= {(16, 0), (8, 1)}
@@ -45,40 +48,39 @@ def test_the_planner_chooses_a_layout_that_fits():
 
 
 def test_the_largest_model_fits_and_one_more_layer_does_not():
-    given, fixed = "--parallel.tensor_size=16", ["parallel.tensor_size"]
-    num_layers, layout = deepest_models(settings(given), DGX_2, 400, fixed)[0]
-    deepest, deeper = (settings(given, f"--model.num_layers={num_layers + more}") for more in (0, 1))
-    assert predict(layout, deepest, DGX_2, 400) in make_plan(deepest, DGX_2, 400, fixed).fitting
+    of_16 = search("--parallel.tensor_size=16", fixed=("parallel.tensor_size",))
+    num_layers, layout = of_16.deepest_models()[0]
+    deepest = of_16.with_depth(num_layers)
+    assert deepest.predict(layout) in deepest.plan().fitting
     with pytest.raises(ConfigError, match=r"does not fit on 400 GPUs: .* needs [\d.]+ GB"):
-        make_plan(deeper, DGX_2, 400, fixed)
+        of_16.with_depth(num_layers + 1).plan()
 
 
 def test_offload_fits_a_model_whose_states_exceed_the_device():
     """13B parameters on one node: 16 GB of states per GPU; with offload, stage 2 keeps 2 bytes per parameter there."""
     small = "--model.num_layers=40", "--model.hidden_size=5120", "--train.global_batch_size=64"
-    chosen = settings(*small, "--offload.mode=auto")
-    plan = make_plan(chosen, DGX_2, 16)
+    either = search(*small, "--offload.mode=auto", world_size=16)
+    plan = either.plan()
     offloaded = [found for found in plan.fitting if found.layout.offload == "host"]
     for found in (one for one in offloaded if one.layout.store != "planned"):  # a plan fills what is left
-        without = predict(dataclasses.replace(found.layout, offload="accelerator"), chosen, DGX_2, 16)
+        without = either.predict(dataclasses.replace(found.layout, offload="accelerator"))
         assert found.device_bytes < without.device_bytes
         assert found.host_bytes > without.host_bytes
         assert found.seconds > without.seconds
     in_stage_2 = {f.layout.offload for f in plan.fitting if (f.layout.tensor_size, f.layout.stage) == (1, 2)}
     assert in_stage_2 == {"host"}
-    assert not any(found.layout.offload == "host" for found in make_plan(settings(*small), DGX_2, 16).fitting)
+    assert not any(found.layout.offload == "host" for found in search(*small, world_size=16).plan().fitting)
 
 
 def test_a_world_that_no_layout_divides_is_refused():
     with pytest.raises(ConfigError, match=r"no layout divides train.global_batch_size=800 sequences over 448 ranks"):
-        make_plan(settings(), DGX_2, 448)
+        search(world_size=448).plan()
 
 
 @pytest.mark.parametrize(
     ("store", "options"),
     [
         ("none", ["--model.attention=flash", "--model.dropout=0"]),
-        ("none", ["--model.attention=math", "--model.dropout=0", "--parallel.tensor_size=1"]),
         ("none", ["--model.attention=math", "--model.dropout=0.1"]),
         ("selective", ["--model.attention=math", "--model.dropout=0.1", "--parallel.sequence_parallel=true"]),
         ("none", ["--config=configs/models/llama.yaml", "--model.attention=flash", "--model.num_kv_heads=2"]),
@@ -161,7 +163,7 @@ def test_a_plan_of_activations_fills_the_memory_that_the_rest_leaves(monkeypatch
 
     def of(store: str, num_bytes: float = 1e9) -> Estimate:
         cluster = dataclasses.replace(DGX_2, gpu_memory_gib=(num_bytes + 1e9) / 2**30)
-        return estimate_layout(dataclasses.replace(layout, store=store), chosen, cluster, 2)
+        return Search(chosen, cluster, 2).estimate(dataclasses.replace(layout, store=store))
 
     none, keep = of("none"), of("keep")
     room = (none.device_peak_bytes + keep.device_peak_bytes) / 2
@@ -169,7 +171,7 @@ def test_a_plan_of_activations_fills_the_memory_that_the_rest_leaves(monkeypatch
     assert keep.device_peak_bytes < found.device_peak_bytes <= room
     assert none.seconds < found.seconds < keep.seconds
     assert of("planned", 1e3).device_peak_bytes > 1e3, "the least possible plan does not fit"
-    as_run = Search(chosen, DGX_2, 1).settings_of(layout, found)
+    as_run = Search(chosen, DGX_2, 2).settings_of(layout, found)
     peak = dry_run(dataclasses.replace(as_run, dry_run=chosen.dry_run)).peak[DEVICE]
     assert sum(peak.values()) == found.device_peak_bytes
 
@@ -183,10 +185,6 @@ def estimate(seconds: float, gigabytes: float = 20.0, on_host: float = 0.0) -> E
 
 
 PREDICTIONS = [prediction("none", 1.0), prediction("selective", 1.1), prediction("keep", 1.2), prediction("auto", 1.3)]
-
-
-def search(cluster: ClusterSpec = DGX_2, **changes: object) -> Search:
-    return Search(settings(), cluster, 25, **changes)
 
 
 LAYOUTS = [
@@ -211,32 +209,31 @@ LAYOUTS = [
 )
 def test_of_layouts_within_the_error_the_simplest_wins(seconds, gigabytes, best, num_tied):
     estimates = {one: estimate(s, gb) for one, s, gb in zip(LAYOUTS, seconds, gigabytes, strict=True)}
-    chosen, tied = choose(estimates, 0.1)
+    of_ten_percent = search(cluster=dataclasses.replace(DGX_2, median_error=0.1))
+    chosen, tied = of_ten_percent.choose(estimates)
     assert (chosen, len(tied)) == (LAYOUTS[best], num_tied)
-    printed = " ".join(chosen_lines(chosen, estimates, tied, search()))
+    printed = " ".join(chosen_lines(estimates, of_ten_percent))
     assert ("a tie" in printed) == (num_tied > 1)
 
 
-CONSTRAINTS = [
-    {"zero.stage": 1, "parallel.tensor_size": 2},
-    {"zero.stage": 3, "zero.accumulate": "local"},
-    {"parallel.shard_size": 4, "zero.optimizer_over": "all", "zero.stage": 2},
-    {"activations.store": "partition", "train.micro_batch_size": 10},
-    {"parallel.tensor_size": 4, "activations.store": "partition_host"},
-    {"offload.mode": "host", "zero.stage": 2},
-]
-
-
-@pytest.mark.parametrize("constraint", CONSTRAINTS, ids=str)
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        {"zero.stage": 3, "zero.accumulate": "local"},
+        {"parallel.shard_size": 4, "zero.optimizer_over": "all", "offload.mode": "host", "zero.stage": 2},
+        {"parallel.tensor_size": 4, "activations.store": "partition_host", "train.micro_batch_size": 10},
+    ],
+    ids=str,
+)
 def test_every_layout_keeps_what_is_fixed(constraint: dict):
-    small = "--model.num_layers=8", "--model.hidden_size=1024", "--model.num_heads=16"
-    chosen = settings(*small, *(f"--{name}={value}" for name, value in constraint.items()))
-    plan = make_plan(chosen, DGX_2, 32, constraint)
+    options = (f"--{name}={value}" for name, value in constraint.items())
+    plan = search(*SMALL, *options, world_size=32, fixed=tuple(constraint)).plan()
     for found in [*plan.fitting, *plan.too_large]:
         assert {name: getattr(found.layout, FIELDS[name]) for name in constraint} == constraint
     assert len(plan.fitting) > 1
 
 
+SMALL = "--model.num_layers=8", "--model.hidden_size=1024", "--model.num_heads=16"
 VALUES = {
     "parallel.tensor_size": (1, 2, 3),
     "parallel.shard_size": (None, 4),
@@ -267,8 +264,7 @@ def test_every_constraint_of_a_covering_sample_is_kept_or_refused_by_name():
         message = ""
         try:
             with messages_in_option_names():
-                chosen = settings("--model.num_layers=8", "--model.hidden_size=1024", "--model.num_heads=16", *options)
-                plan = make_plan(chosen, DGX_2, 32, constraint)
+                plan = search(*SMALL, *options, world_size=32, fixed=tuple(constraint)).plan()
         except ConfigError as refusal:
             message = str(refusal)
         if message:
@@ -297,7 +293,7 @@ def test_every_constraint_of_a_covering_sample_is_kept_or_refused_by_name():
 )
 def test_a_constraint_that_cannot_be_kept_is_refused_by_name(constraint: dict, message: str):
     with pytest.raises(ConfigError, match=message):
-        make_plan(settings(*(f"--{name}={value}" for name, value in constraint.items())), DGX_2, 400, constraint)
+        search(*(f"--{name}={value}" for name, value in constraint.items()), fixed=tuple(constraint)).plan()
 
 
 def test_what_is_given_is_fixed_unless_it_is_freed_or_auto(tmp_path: Path):
@@ -337,26 +333,24 @@ def test_a_length_in_tokens_is_a_number_of_steps(text: str, steps: int):
         with_tokens(settings(), "many")
 
 
-def test_layouts_are_verified_until_enough_fit_and_each_is_announced(
-    capsys: pytest.CaptureFixture[str],
-):
+def test_layouts_are_verified_until_enough_fit_and_each_is_announced(monkeypatch, capsys):
     estimates = {"none": estimate(2.0, gigabytes=33.5), "selective": estimate(1.9, on_host=200), "keep": estimate(1.8)}
-
-    verified = verify(Plan(PREDICTIONS, []), lambda layout: estimates[layout.store], DGX_2, 2)
+    monkeypatch.setattr(Search, "estimate", lambda _search, layout: estimates[layout.store])
+    verified = search(num_to_verify=2).verify(Plan(PREDICTIONS, []))
     assert [layout.store for layout in verified] == ["none", "selective", "keep"], "the last has keep's partition"
     announced = capsys.readouterr().err.splitlines()
     assert announced[0] == "dry run 1: tensor 1, stage 2, none, micro-batch 8"
     assert len(announced) == 3
 
 
-def test_the_fastest_are_verified_whether_or_not_computation_hides_traffic():
+def test_the_fastest_are_verified_whether_or_not_computation_hides_traffic(monkeypatch):
     """The first layout sends little and recomputes, the second sends much beside its computation."""
+    monkeypatch.setattr(Search, "estimate", lambda _search, _layout: estimate(1.8))
     sends_little = Prediction(CandidateLayout(1, 3, "keep", 8), 20e9, 0.0, 2.0, 1, overlapped_seconds=1.9)
     sends_much = Prediction(CandidateLayout(1, 3, "none", 1), 20e9, 0.0, 3.0, 8, overlapped_seconds=1.5)
     slower = Prediction(CandidateLayout(1, 2, "none", 1), 20e9, 0.0, 4.0, 8, overlapped_seconds=3.0)
     wider = Prediction(CandidateLayout(2, 2, "none", 1), 20e9, 0.0, 5.0, 8, overlapped_seconds=4.0)
-    plan = Plan([sends_little, sends_much, slower, wider], [])
-    verified = verify(plan, lambda _layout: estimate(1.8), DGX_2, 1)
+    verified = search(num_to_verify=1).verify(Plan([sends_little, sends_much, slower, wider], []))
     assert list(verified) == [sends_little.layout, wider.layout, sends_much.layout], "and one of each tensor size"
 
 

@@ -4,10 +4,13 @@ import argparse
 import dataclasses
 import json
 import os
+import re
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -15,10 +18,9 @@ import torch
 import torch.distributed as dist
 
 from parallel.errors import ConfigError
-from parallel.launch import node_facts, preflight, roll_call
+from parallel.launch import node_facts, preflight
 from parallel.launch.node_facts import Job, NodeFacts, find_facts, find_problems, marked
-from parallel.launch.preflight import check_by_store, main
-from parallel.launch.roll_call import collect_facts, connect, report_facts
+from parallel.launch.preflight import check_ranks, collect, connect, main, report
 from parallel.launch.route import Route
 from parallel.world import World
 
@@ -156,16 +158,22 @@ def test_a_problem_of_one_node_is_an_error_on_all_and_the_first_names_it():
     def connected(_address: object, is_host: bool, _node: str, _seconds: float) -> dist.Store:
         return served.pop() if is_host else dist.TCPStore("127.0.0.1", port, is_master=False)
 
+    def clock() -> float:
+        return time.time() + 9000.0 * (threading.current_thread().name == "n3")
+
     own_facts = mock.Mock(side_effect=lambda *_: facts[threading.current_thread().name])
     others = {"find_facts": own_facts, "resolve": lambda meet: meet, "connect": connected}
+    others["time"] = SimpleNamespace(time=clock, monotonic=time.monotonic, sleep=time.sleep)
     with mock.patch.multiple(preflight, find_route=route, **others):
         errors = errors_in_threads(lambda: preflight.check_nodes(options, Job()), facts)
     there = "the preflight has found problems; the first node prints them"
-    assert errors == {"n1": "preflight: n2: number of GPUs: 7, elsewhere 8", "n2": f"n2: {there}", "n3": f"n3: {there}"}
+    of_n3 = r"n3: its clock differs from n1's by \+[89]\d{3}\.\d s"
     assert next(iter(errors)) == "n1"
+    assert re.fullmatch(rf"preflight: n2: number of GPUs: 7, elsewhere 8\n  {of_n3}", errors.pop("n1"))
+    assert errors == {name: f"{name}: {there}" for name in ("n2", "n3")}
 
 
-@pytest.mark.parametrize("num_looks", [1, 3, None])
+@pytest.mark.parametrize("num_looks", [3, None])
 def test_a_node_that_does_not_see_in_time_what_the_first_has_written_is_named(tmp_path, monkeypatch, num_looks):
     """The folder of a slow disk shows the file after so many looks, of which there is time for 40; else never."""
     store, now = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), 0.0
@@ -177,12 +185,11 @@ def test_a_node_that_does_not_see_in_time_what_the_first_has_written_is_named(tm
             if now + 1 == num_looks:
                 os.rename(f"{mark}.late", mark)
 
-        if num_looks != 1:
-            os.rename(mark, f"{mark}.late")
+        os.rename(mark, f"{mark}.late")
         monkeypatch.setattr(node_facts, "time", mock.Mock(monotonic=lambda: now, sleep=look_again))
-        first = pool.submit(collect_facts, store, ALIKE, 2, [], WAIT, mark)
+        first = pool.submit(collect, store, ALIKE, 2, [], WAIT, mark)
         other = dist.TCPStore("127.0.0.1", store.port, is_master=False)
-        found = report_facts(other, dataclasses.replace(ALIKE, name="n2"), 2, WAIT)
+        found = report(other, dataclasses.replace(ALIKE, name="n2"), 2, WAIT)
     problem = "n2: /shared/runs is not the disk of n1; choose a folder that all nodes share"
     assert first.result()[1] == found == ([] if num_looks else [problem])
     assert now == (num_looks - 1 if num_looks else 40)
@@ -196,9 +203,12 @@ def test_the_first_rank_of_each_node_reports_it_and_all_ranks_have_the_verdict()
     def check() -> None:
         rank = int(threading.current_thread().name)
         world = World(rank, 4, rank % 2, 2, torch.device("cpu"))
-        check_by_store(world, Job(), WAIT)
+        check_ranks(world, Job())
 
-    with mock.patch.multiple(preflight, find_facts=own_facts, shared_store=lambda: store):
+    with (
+        mock.patch.object(preflight, "find_facts", own_facts),
+        mock.patch("parallel.store.shared_store", return_value=store),
+    ):
         errors = errors_in_threads(check, "0123")
     assert errors == dict.fromkeys("0123", "preflight: n2: number of GPUs: 7, elsewhere 8")
 
@@ -212,63 +222,33 @@ def test_missing_nodes_are_named_and_one_too_many_is_refused():
         now += 2.5
 
     names = ["10.0.0.1", "n2", "n3.cluster"]
-    with mock.patch.object(roll_call, "time", mock.Mock(monotonic=lambda: now, sleep=poll)):
-        _, problems = collect_facts(store, ALIKE, num_nodes=3, names=names, wait_seconds=5)
+    with mock.patch.object(preflight, "time", mock.Mock(monotonic=lambda: now, sleep=poll)):
+        _, problems = collect(store, ALIKE, num_nodes=3, names=names, wait_seconds=5)
         assert now == 5.0
         assert store.add("nodes/number", 0) == 0
-        _, of_two = collect_facts(store_of_two(0), ALIKE, num_nodes=3, names=["n1", "n2", "n3"], wait_seconds=5)
+        _, of_two = collect(store_of_two(), ALIKE, num_nodes=3, names=["n1", "n2", "n3"], wait_seconds=5)
     assert problems == ["1 of 3 nodes have reported within 5 s: n1; missing: n2, n3.cluster"]
     assert of_two == ["2 of 3 nodes have reported within 5 s: n1, n2; missing: n3"]
     store.set("nodes/number", "1")
     with pytest.raises(ConfigError, match=r"n4: is one node too many: NNODES=2"):
-        report_facts(store, dataclasses.replace(ALIKE, name="n4"), num_nodes=2, wait_seconds=1)
+        report(store, dataclasses.replace(ALIKE, name="n4"), num_nodes=2, wait_seconds=1)
 
 
-def store_of_two(num_asked: int, **others: str) -> dist.Store:
+def store_of_two(**others: str) -> dist.Store:
     """Return a store to which the second of two nodes has reported, and read the verdict."""
     store = dist.HashStore()
     second = json.dumps(dataclasses.asdict(dataclasses.replace(ALIKE, name="n2")))
-    values = {"nodes/number": "1", "nodes/asked/1": f"{num_asked}", "nodes/facts/1": second, "nodes/num_left": "1"}
-    for key, value in (values | others).items():
+    values = {"nodes/number": "1", "nodes/facts/1": second, "nodes/num_left": "1"} | others
+    for key, value in values.items():
         store.set(key, value)
     return store
 
 
 def test_a_node_too_many_leaves_the_others_in_order():
-    store = store_of_two(1, **{"nodes/number": "3", "nodes/asked/2": "1"})
-    found, problems = collect_facts(store, ALIKE, num_nodes=2, names=[], wait_seconds=WAIT)
+    store = store_of_two(**{"nodes/number": "3", "nodes/asked/2": ""})
+    found, problems = collect(store, ALIKE, num_nodes=2, names=[], wait_seconds=WAIT)
     assert ([node.name for node in found], problems) == (["n1", "n2"], [])
-    assert not store.check(["nodes/clock/2/1"])
-
-
-def test_each_request_for_the_time_is_answered_once():
-    store, times = mock.Mock(wraps=store_of_two(1)), [50.0, 60.0]
-    store.check.side_effect = [False, True]
-    with mock.patch.object(roll_call.time, "time", side_effect=times):
-        collect_facts(store, ALIKE, num_nodes=2, names=[], wait_seconds=WAIT)
-    answers = [call.args for call in store.set.call_args_list if call.args[0].startswith("nodes/clock")]
-    assert answers == [("nodes/clock/1/1", "50.0")]
-
-
-@pytest.mark.parametrize("ahead", [5.0, -5.0, 0.15, 0.0])
-def test_the_clock_of_a_node_is_compared_by_the_fastest_reply(ahead):
-    """The first node reads its clock halfway in the fastest request, and late in the others."""
-    now, replies, seconds = 1000.0, [], {1: (0.4, 0.1), 2: (0.2, 0.1), 3: (0.05, 0.05), 4: (0.3, 0.0), 5: (0.11, 0.0)}
-
-    def reply(key: str) -> bytes:
-        nonlocal now
-        before, after = seconds[int(key.removeprefix("nodes/clock/7/"))]
-        now += before
-        replies.append(repr(now - ahead).encode())
-        now += after
-        return replies[-1]
-
-    store = mock.Mock(wraps=dist.HashStore(), get=reply)
-    with mock.patch.object(roll_call.time, "time", side_effect=lambda: now):
-        found = roll_call._clock_difference(store, 7)
-    assert len(replies) == 5
-    assert found == pytest.approx(ahead if abs(ahead) > 0.1 else 0.0)
-    assert store.add("nodes/asked/7", 0) == 5
+    assert not store.check(["nodes/clock/2"])
 
 
 def test_a_node_waits_twice_as_long_for_the_verdict_and_says_if_the_first_has_ended():
@@ -276,7 +256,7 @@ def test_a_node_waits_twice_as_long_for_the_verdict_and_says_if_the_first_has_en
     store.get = lambda key: b"" if key == "nodes/mark" else b"0"
     store.wait.side_effect = dist.DistStoreError("Broken pipe\nstack")
     with pytest.raises(ConfigError, match=r"^n1: the first node has ended, or does not answer: Broken pipe; see its"):
-        report_facts(store, ALIKE, num_nodes=2, wait_seconds=20)
+        report(store, ALIKE, num_nodes=2, wait_seconds=20)
     assert store.wait.call_args.args == (["nodes/verdict"], timedelta(seconds=40))
     assert store.add("nodes/num_left", 0) == 1, "the first node is told"
 
@@ -284,15 +264,15 @@ def test_a_node_waits_twice_as_long_for_the_verdict_and_says_if_the_first_has_en
 @pytest.mark.parametrize(("num_polls", "num_seconds"), [(3, 7.5), (9, 12.5)])
 def test_the_first_node_waits_for_the_others_to_read_the_verdict_and_not_for_ever(num_polls, num_seconds):
     """The other node has reported at the first poll, after 2.5 s, and reads the verdict at that of this number."""
-    store, now = store_of_two(0, **{"nodes/num_left": "0"}), 0.0
+    store, now = store_of_two(**{"nodes/num_left": "0"}), 0.0
 
     def poll(_seconds: float) -> None:
         nonlocal now
         now += 2.5
         store.add("nodes/num_left", int(now == 2.5 * num_polls))
 
-    with mock.patch.object(roll_call, "time", mock.Mock(monotonic=lambda: now, sleep=poll)):
-        collect_facts(store, ALIKE, num_nodes=2, names=[], wait_seconds=10)
+    with mock.patch.object(preflight, "time", mock.Mock(monotonic=lambda: now, sleep=poll)):
+        collect(store, ALIKE, num_nodes=2, names=[], wait_seconds=10)
     assert now == num_seconds
 
 

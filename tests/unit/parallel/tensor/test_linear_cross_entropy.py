@@ -81,7 +81,10 @@ def test_ranks_that_share_the_words_read_the_logits_twice():
             *torch.empty(num_factors, CHUNK_TOKENS),
         ]
 
-    regions = (compiled_region(partial(build, *call)) for call in ((log_sums, 0), (to_gradients_, 2)))
+    regions = (
+        compiled_region(partial(build, *call))
+        for call in ((partial(log_sums, Softmax()), 0), (partial(to_gradients_, Softmax()), 2))
+    )
     found = sum(num_bytes(region.compiled["forward"]) for region in regions)
     assert found == pytest.approx(3 * CHUNK_TOKENS * WORDS * 2, rel=1e-3)
 

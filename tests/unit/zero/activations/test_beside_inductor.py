@@ -18,7 +18,7 @@ from parallel.tensor.token_layout import ReplicatedTokens
 from zero.activations.choice import Hardware
 from zero.activations.plans.costs import CostModel, peak_and_end
 from zero.activations.plans.joint import storages
-from zero.activations.plans.module import PlanContext, PlannedBlocks
+from zero.activations.plans.module import PlannedBlocks
 
 CORE = Hardware(tflops=0.06, memory_gb_per_second=8.0)
 CONFIG = ModelConfig(1, 192, num_heads=6, seq_length=128, vocab_size=97, dropout=0.0)  # a block of the quickstart
@@ -70,7 +70,7 @@ def test_a_plan_adds_less_time_than_inductors_partition_that_needs_as_much_memor
 
     forward, backward = (one.graph for one in inductors_graphs(block, x, budget))
     peak, added = peak_of_blocks(forward, backward, x.nbytes), NUM_BLOCKS * (seconds(budget) - seconds(1.0))
-    plans = PlannedBlocks([block] * NUM_BLOCKS, peak / 1e9, PlanContext(CORE, x.device, Axis.trivial("tensor")))
+    plans = PlannedBlocks([block] * NUM_BLOCKS, peak / 1e9, CORE, x.device, Axis.trivial("tensor"))
     block(x, Sequences(SEQUENCES))
     assert plans.plan is not None
     assert 0 < plans.plan.seconds < added, f"{peak / 1e6:.1f} MB"

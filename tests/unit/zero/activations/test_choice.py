@@ -6,11 +6,11 @@ from zero.activations.choice import (
     Hardware,
     Workload,
     arithmetic_intensity,
+    bytes_on_device,
     choose_store,
     exposed_seconds,
     largest_batch,
     pays,
-    stored_bytes,
 )
 from zero.formulas.memory import formula
 from zero.formulas.traffic import axis_bytes, axis_sizes
@@ -111,5 +111,5 @@ def test_bytes_and_seconds_of_a_small_layout_are_those_computed_by_hand(N_m, sto
     w = Workload(**sizes, state_bytes=0, data_bytes=8000, block_weights=1000, block_width=1)
     hardware = Hardware(tflops=0.04, tensor_gb_per_second=2, data_gb_per_second=1, host_gb_per_second=0.5)
     for store, num_bytes in stored.items():
-        assert stored_bytes(w, store) == num_bytes
+        assert bytes_on_device(w, store) == num_bytes
         assert 1e6 * exposed_seconds(w, store, 2, hardware) == pytest.approx(seconds[store])

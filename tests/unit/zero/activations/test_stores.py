@@ -16,7 +16,7 @@ from parallel.mesh import Axis, Mesh, Work
 from parallel.tensor.blocks import run_in_order
 from tests.ranks import run_cases
 from zero.activations.checkpointed_blocks import ActivationsConfig, CheckpointedBlocks, checkpointed_blocks
-from zero.activations.stores import STORES, Slot, StoreContext, StoredBytes
+from zero.activations.stores import STORES, Slot, StoreContext, StoredBytes, stored_bytes
 from zero.memory.streams import SideStream
 
 CPU = torch.device("cpu")
@@ -56,7 +56,7 @@ def partitioned_gradients(store: str, defragment: bool) -> list[tuple[Tensor, St
             )
             y.sum().backward()
             in_transit = tracker.device.peak[TensorKind.BUFFERS] if defragment else 0
-        promised = run.num_bytes(5, x.numel(), x.element_size())
+        promised = stored_bytes(store, 3, x.numel(), x.element_size(), axis.size)
         assert kept == replace(promised, in_transit=0)
         assert in_transit == (promised.in_transit if defragment else 0)
         found.append((x.grad, kept))
@@ -91,9 +91,6 @@ class LoggingStore:
         self.events.append(f"fetch {slot.number}")
         arriving = torch.full_like(stored, torch.nan)
         return arriving, Work(partial(self.events.append, f"arrived {slot.number}"), lambda: arriving.copy_(stored))
-
-    def num_bytes(self, count: int, numel: int, itemsize: int) -> StoredBytes:
-        return StoredBytes()
 
 
 def test_the_checkpoint_before_is_fetched_while_a_group_runs_again():

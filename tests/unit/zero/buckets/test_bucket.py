@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel.mesh import Axis, Work
-from zero.buckets.bucket import GradShard, Held
-from zero.buckets.full_gradients import BucketRanges, scale_into
+from zero.buckets.grad_shard import BucketRanges, GradShard, Held, scale_into
 from zero.memory.placement import Offload
 from zero.memory.staging import StagingPool
 from zero.partition.stage import STAGES, GradientTypes, Lifetime, ShardingPolicy
@@ -30,8 +29,8 @@ def grad_shard(policy: ShardingPolicy) -> tuple[GradShard, nn.Parameter, nn.Para
     ranges = BucketRanges(range(100, 110), range(100, 105), range(100, 105), parts, [range(103, 104), range(108, 110)])
     levels = policy.levels(Axis.trivial("data"))
     grads = GradShard(ranges, GradientTypes(FP32, FP32), policy, levels, Offload(CPU))
-    if grads.full.staged is not None:
-        grads.full.staged.fill_(torch.nan)
+    if grads.staged is not None:
+        grads.staged.fill_(torch.nan)
     return grads, first, second
 
 
@@ -40,22 +39,22 @@ def test_a_bucket_is_zero_where_no_gradient_was_written(policy):
     grads, first, second = grad_shard(policy)
     pool = pool_of_nan()
     for _ in range(2):
-        grads.full.write(second, torch.arange(1.0, 5.0), 2.0, pool)
+        grads.write(second, torch.arange(1.0, 5.0), 2.0, pool)
         assert grads.finish(pool).tolist() == [0, 0, 0, 0, 2, 4, 6, 8, 0, 0]
-        grads.full.staged.fill_(torch.nan)
-        grads.full.unstage(pool)
-    grads.full.write(first, torch.ones(3), 0.5, pool)
-    grads.full.write(first, torch.ones(3), 0.5, pool)
+        grads.staged.fill_(torch.nan)
+        grads.unstage(pool)
+    grads.write(first, torch.ones(3), 0.5, pool)
+    grads.write(first, torch.ones(3), 0.5, pool)
     assert grads.finish(pool).tolist() == [1, 1, 1, 0, 0, 0, 0, 0, 0, 0]
 
 
 def reduced(grads: GradShard, param: nn.Parameter, value: float, pool: StagingPool) -> Tensor:
     """Stage a gradient, and move it to the owned shard as if it had been reduced; return the owned shard."""
-    grads.full.write(param, torch.full((param.numel(),), value), 1.0, pool)
+    grads.write(param, torch.full((param.numel(),), value), 1.0, pool)
     grads.finish(pool)
     grads.accumulate(grads.message_shard, grads.group_shard, scale=1.0, adds=grads.held is Held.SUM)
     grads.held = Held.SUM
-    grads.full.unstage(pool)
+    grads.unstage(pool)
     return grads.owned
 
 

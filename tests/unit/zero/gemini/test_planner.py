@@ -19,7 +19,7 @@ from zero.gemini.planner import PlacementPlanner, UnitOrders, choose_units, plac
 from zero.gemini.recorder import UPDATE, Moment
 from zero.memory.placement import NO_OFFLOAD, Offload, OffloadConfig, Placement
 from zero.optimizer import ZeroOptimizer
-from zero.order.execution_order import ExecutionOrder
+from zero.order.orders import ExecutionOrder
 from zero.partition.config import ZeroConfig
 from zero.units.unit import Unit
 
@@ -257,7 +257,7 @@ def test_a_budget_that_is_exceeded_ends_the_first_step_before_its_update(
     monkeypatch: pytest.MonkeyPatch, mode: str, moment: Moment
 ):
     model, optimizer = within_budget(mode)
-    model.planner.recorder._meter.earlier_peaks = 70, 90
+    model.planner.recorder.meter.earlier_peaks = 70, 90
     assert model.planner.earlier_peaks == (70, 90)
     measure(monkeypatch, lambda: BUDGET + (10**6 if model.planner.recorder.moment == moment else 0))
     before = params_of(model)

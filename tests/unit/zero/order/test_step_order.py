@@ -2,7 +2,7 @@
 
 import pytest
 
-from zero.order.step_order import Round, StepOrder
+from zero.order.orders import Round, StepOrder
 
 LETTERS = {"f": Round.FORWARD, "b": Round.BACKWARD, "a": Round.ACCUMULATION, "r": Round.READ, "s": Round.STEP}
 

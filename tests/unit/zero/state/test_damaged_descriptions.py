@@ -10,7 +10,7 @@ import torch
 
 from parallel.errors import ConfigError
 from tests.unit.gpt.checkpoint.runs import change_header
-from zero.state.description import DESCRIPTION, check_description, describe_layout, layout_of
+from zero.state.layout_file import DESCRIPTION, check_description, describe_layout, layout_of
 from zero.state.schema import check, parse_json
 from zero.state.tensor_file import MAX_DIMS, TensorFile, write_tensors
 

@@ -3,6 +3,7 @@
 import errno
 import logging
 import threading
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +13,34 @@ import torch
 from parallel.mesh import Mesh
 from tests.unit.zero.step.test_loss_scale import CopiesToHost
 from zero.state import writer as module
+from zero.state.layout_file import rank_file
 from zero.state.tensor_file import TensorFile
-from zero.state.writer import CheckpointWriter, HostCopies, Publication, SaveError, rank_file
+from zero.state.writer import CheckpointWriter, HostCopies, Publication, SaveError
 
 CPU = torch.device("cpu")
 
 
-def make_writer(is_async: bool, **others: Any) -> CheckpointWriter:
-    publication = Publication(**{"publish": Path.rename, "remedy": "make room"} | others)
-    return CheckpointWriter(Mesh.create(1), CPU, publication, is_async=is_async)
+@dataclass
+class Values:
+    """A state of a few tensors in one process."""
+
+    values: dict[str, torch.Tensor]
+    mesh: Mesh = field(default_factory=lambda: Mesh.create(1))
+    device: torch.device = CPU
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return self.values
+
+    def describe(self, content: dict[str, Any]) -> dict[str, Any]:
+        return content
 
 
-def start(writer: CheckpointWriter, final: Path, tensors: dict[str, torch.Tensor]) -> None:
-    writer.start(writer.new_key(final), final, tensors, {"data_size": 1, "tensor_size": 1}, "save", "of step 7")
+def make_writer(values: torch.Tensor, is_async: bool, **others: Any) -> CheckpointWriter:
+    return CheckpointWriter(Values({"a": values}), Publication("make room", **others), is_async=is_async)
+
+
+def start(writer: CheckpointWriter, final: Path) -> None:
+    writer.start(final, {}, "save", "of step 7")
 
 
 class LateThread(threading.Thread):
@@ -44,11 +60,12 @@ def test_training_may_change_what_is_saved_as_soon_as_a_save_has_begun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_async: bool
 ):
     monkeypatch.setattr(threading, "Thread", LateThread)
-    writer, values = make_writer(is_async), torch.arange(5.0)
+    values = torch.arange(5.0)
+    writer = make_writer(values, is_async)
     for number in range(2):  # the second asynchronous save finds the copies of the first
         final = tmp_path / f"{number}"
         values.fill_(number)
-        start(writer, final, {"a": values})
+        start(writer, final)
         assert final.exists() == (not is_async)
         values.fill_(-1)
         assert writer.wait() == final
@@ -64,23 +81,24 @@ def test_a_failure_names_the_checkpoint_the_rank_the_reason_and_the_remedy(
 
     monkeypatch.setattr(module, "write_tensors", fail)
     completed: list[Path] = []
-    writer = make_writer(True, on_complete=completed.append)
-    start(writer, tmp_path / "a", {"a": torch.zeros(1)})
+    writer = make_writer(torch.zeros(1), True, on_complete=completed.append)
+    start(writer, tmp_path / "a")
     expected = rf"^checkpoint of step 7 cannot be written to {tmp_path}: rank 0: No space left on device; make room$"
     with pytest.raises(SaveError, match=expected):
         writer.wait()
     assert list(tmp_path.iterdir()) == [], "what was written so far is removed"
     monkeypatch.undo()
-    start(writer, tmp_path / "a", {"a": torch.zeros(1)})
+    start(writer, tmp_path / "a")
     assert writer.wait() == tmp_path / "a"
     assert completed == [tmp_path / "a"]
 
 
 def test_what_the_store_keeps_of_a_save_does_not_grow_with_the_ranks(tmp_path: Path):
-    writer, final = make_writer(True), tmp_path / "a"
-    key = writer.new_key(final)
-    writer.start(key, final, {"a": torch.zeros(1)}, {"data_size": 1, "tensor_size": 1}, "save", "of step 7")
+    writer, final = make_writer(torch.zeros(1), True), tmp_path / "a"
+    start(writer, final)
     assert writer.wait() == final
+    mesh = Mesh.create(1)
+    key = f"save/a/{mesh.first_rank}/1/1"
     assert writer.store.check([f"{key}/outcome"])
     assert not writer.store.check([f"{key}/reports"])
 
@@ -89,9 +107,9 @@ def test_old_checkpoints_that_cannot_be_deleted_do_not_fail_a_save(tmp_path: Pat
     def fail() -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    writer = make_writer(True, tidy=fail)
+    writer = make_writer(torch.zeros(1), True, tidy=fail)
     with caplog.at_level(logging.WARNING):
-        start(writer, tmp_path / "a", {"a": torch.zeros(1)})
+        start(writer, tmp_path / "a")
         assert writer.wait() == tmp_path / "a"
     assert caplog.messages == [f"old checkpoints in {tmp_path} cannot be deleted: Permission denied"]
 

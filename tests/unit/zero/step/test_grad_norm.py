@@ -1,4 +1,4 @@
-"""The norms of sharded gradients, on one rank: of all and of each layer, a few chunks at a time."""
+"""The norms of sharded gradients, on one rank: of all and of each layer, a few chunks at a time, or in blocks."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
 from zero.partition.config import ZeroConfig
 from zero.step import grad_norm
-from zero.step.grad_norm import NUM_NORMS, GradNorm, layer_of
+from zero.step.grad_norm import NUM_NORMS, GradNorm, layer_of, sums_of_squares
 from zero.step.loss_scale import LossScale
 
 CPU = torch.device("cpu")
@@ -60,7 +60,7 @@ def test_what_is_replicated_along_the_tensor_axis_is_counted_by_its_first_rank(r
     model, optimizer, grads = reduced(scale=1.0)
     tensor = LonelyAxis("tensor", 2, rank, CommLog())
     names = dict(model.module.named_parameters())
-    owned = {bucket: list(flat.params_in(bucket.shard)) for flat in model.flats for bucket in flat.buckets}
+    owned = {bucket: list(flat.stretches(bucket.shard)) for flat in model.flats for bucket in flat.buckets}
     norm = GradNorm(
         owned, set(names.values()), (Axis.trivial("shard"), tensor), {names["1.weight"]}, optimizer.loss_scale.scale
     )
@@ -85,3 +85,34 @@ def test_the_norm_allocates_the_bytes_that_it_promises(monkeypatch):
 def test_the_layer_of_a_parameter_is_its_block_or_the_first_part_of_its_name():
     names = ("blocks.3.mlp.up.weight", "embedding.weight", "weight", "0.weight", "model.layers.10.experts.2.weight")
     assert [layer_of(name) for name in names] == ["blocks.3", "embedding", "weight", "0", "model.layers.10"]
+
+
+AXES = Axis.trivial("shard"), Axis.trivial("tensor")
+
+
+def total(parts: list[Tensor]) -> Tensor:
+    zeros = torch.zeros(1, dtype=torch.int64)
+    return sums_of_squares([(0, part) for part in parts], zeros, AXES, num_blocks=1000)[0]
+
+
+def test_any_division_at_blocks_has_the_same_bits():
+    values = torch.randn(256 * 40 + 3, generator=torch.Generator().manual_seed(0)) * 3
+    values[777] = 3e4
+    whole = total([values])
+    assert total(list(values.split(256))[::-1]).equal(whole)
+    assert total([values[5120:], values[:5120]]).equal(whole)
+    torch.testing.assert_close(whole, values.double().square().sum(), rtol=1e-12, atol=0)
+
+
+def test_small_numbers_of_any_type_are_counted():
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        values = torch.full((300,), 2.0**-60, dtype=dtype)
+        torch.testing.assert_close(total([values]), values.double().square().sum(), rtol=1e-12, atol=0)
+    assert total([torch.zeros(3)]) == total([]) == 0
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_an_element_that_is_not_finite_makes_the_sum_so(value):
+    values = torch.ones(600)
+    values[400] = value
+    assert not total([values[:256], values[256:]]).isfinite()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from parallel.mesh import Axis
-from zero.buckets.bucket import Held
+from zero.buckets.grad_shard import Held
 from zero.engine import ZeroDataParallel
 from zero.partition.config import ZeroConfig
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from tests.models import build
 from zero.order.agreement import module_around
-from zero.order.execution_order import ExecutionOrder
+from zero.order.orders import ExecutionOrder
 from zero.units.unit import assign_parameters, find_units, group_alike, innermost_unit
 
 

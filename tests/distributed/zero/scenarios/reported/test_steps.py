@@ -37,12 +37,6 @@ def two_losses(model: Model, x: Tensor) -> None:
     y.sin().mean().backward()
 
 
-def accumulate_twice(model: Model, x: Tensor) -> None:
-    with model.accumulate():
-        (mean_square(model, x) / 2).backward()
-    (mean_square(model, x.sin()) / 2).backward()
-
-
 def call_forward(model: Model, x: Tensor) -> Tensor:
     forward = model.module.forward
     with torch.no_grad():
@@ -143,7 +137,6 @@ def attach(run: Run, model: Model, step: int) -> None:
 TABLE: Table = {
     "DeepSpeed#7018: two models and one loss": train_two_models,
     "DeepSpeed#8135, DeepSpeed#3539: two losses of one graph": trains_by(Blocks, two_losses),
-    "pytorch#148257: states over all ranks": trains_by(Blocks, accumulate_twice, optimizer_over="all"),
     "WeatherGenerator#1639: forward is taken from the model": trains(Blocks, call_forward),
     "Model-Optimizer#1150: forward is replaced": trains(Blocks, redirect),
     "LoongForge#152, SimpleTuner#2900: gradients are changed": change_gradients,

@@ -2,21 +2,28 @@
 
 import itertools
 import math
+import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
+from wandb.errors import CommError
 
-from gpt.monitor import tracking
-from gpt.monitor.tensorboard_sink import TensorboardRun
-from gpt.monitor.tracking import Tracking
+from gpt.monitor import records as monitor_records
+from gpt.monitor import sinks
+from gpt.monitor.records import Records
+from gpt.monitor.sinks import TensorboardRun, WandbRun
+from gpt.run_folder.files import append_records
 from gpt.settings.parser import parse_settings
-from gpt.settings.run import RunSettings
+from gpt.settings.run import RunSettings, WandbSettings
 from parallel.errors import ConfigError
 from tests.unit.gpt.builder.test_train_state import BASE
+from tests.unit.gpt.run_folder.test_files import record
 
 SAMPLES = [{"prompt": "def", "text": "def f():\n    pass"}]
 
@@ -44,62 +51,73 @@ class RecordingSink:
 
 
 def records(*losses: float) -> list[dict]:
-    return [{"step": step, "loss": loss} for step, loss in enumerate(losses, start=1)]
+    return [record(step, loss=loss) for step, loss in enumerate(losses, start=1)]
 
 
-def test_a_sink_gets_the_history_then_every_event_in_order():
+@contextmanager
+def tracked(folder: Path, history: Sequence[dict[str, Any]] = (), **openers: Callable[[], Any]) -> Iterator[Records]:
+    """Yield the records of a run that goes on after its history, which these sinks follow."""
+    if history:
+        append_records(folder, list(history))
+    settings = parse_settings([f"--config={BASE}", f"--run.dir={folder}"])
+    with mock.patch.object(monitor_records, "sink_openers", return_value=openers):
+        followed = Records(settings, is_first=True)
+        with followed.tracked(len(history)):
+            yield followed
+
+
+def test_a_sink_gets_the_history_then_every_event_in_order(tmp_path):
     sink = RecordingSink()
-    with Tracking({"recording": lambda: sink}, history=records(3.0, 2.0)) as run_tracking:
-        run_tracking.log({"step": 3, "loss": 1.5})
-        run_tracking.log_checkpoint(Path("run/checkpoints/step-00000003"))
-        run_tracking.roll_back(2)
-        run_tracking.summary = {"loss": 1.5}
+    with tracked(tmp_path, records(3.0, 2.0), recording=lambda: sink) as followed:
+        followed.append({"step": 3, "loss": 1.5})
+        followed.on_save(Path("run/checkpoints/step-00000003"))
+        followed.roll_back(2)
     rolled_back = ("spike", "bad losses: the run was rolled back to step 2")
     ended = ("exit", "the run has ended: all steps are done, or it was asked to stop")
-    expected = [1, 2, 3, "step-00000003", ("roll_back", 2), rolled_back, ended, ("finish", {"loss": 1.5}, 0)]
+    expected = [1, 2, 3, "step-00000003", ("roll_back", 2), rolled_back, ended, ("finish", {}, 0)]
     assert sink.calls == expected
 
 
-def test_an_error_is_reported_with_its_reason():
+def test_an_error_is_reported_with_its_reason(tmp_path):
     sink = RecordingSink()
-    with pytest.raises(ConfigError), Tracking({"recording": lambda: sink}):
+    with pytest.raises(ConfigError), tracked(tmp_path, recording=lambda: sink):
         raise ConfigError("no disk for ZeroConfig.stage=2")
     assert sink.calls == [("exit", "the run has ended: ConfigError: no disk for zero.stage=2"), ("finish", {}, 1)]
 
 
 @pytest.mark.parametrize(("loss", "alert"), [(2.1, "2.1, 2.1 times its mean"), (math.nan, "nan"), (1.9, None)])
-def test_a_loss_that_is_not_finite_or_far_above_the_usual_is_an_alert(loss, alert):
+def test_a_loss_that_is_not_finite_or_far_above_the_usual_is_an_alert(loss, alert, tmp_path):
     sink = RecordingSink()
-    with Tracking({"recording": lambda: sink}) as run_tracking:
-        for record in records(*[1.0] * 10, loss):
-            run_tracking.log(record)
+    with tracked(tmp_path, recording=lambda: sink) as followed:
+        for step in records(*[1.0] * 10, loss):
+            followed.append(step)
     expected = [("spike", f"step 11: the loss is {alert}")] if alert else []
     assert sink.calls[11:-2] == expected
 
 
-def test_a_sink_that_fails_is_switched_off_and_another_continues(caplog):
+def test_a_sink_that_fails_is_switched_off_and_another_continues(tmp_path, caplog):
     def fails():
         raise OSError("no network")
 
     sink = RecordingSink()
-    with Tracking({"lost": fails, "recording": lambda: sink}) as run_tracking:
-        run_tracking.log({"step": 1, "loss": 1.0})
+    with tracked(tmp_path, lost=fails, recording=lambda: sink) as followed:
+        followed.append({"step": 1, "loss": 1.0})
     assert sink.calls[0] == 1
-    assert [record.message for record in caplog.records] == [
+    assert caplog.messages == [
         "tracking by lost failed (no network) and is switched off; metrics.jsonl still gets every step"
     ]
 
 
 @pytest.fixture
-def log_to_hanging_sink(monkeypatch) -> Iterator[Callable[[int], None]]:
+def log_to_hanging_sink(tmp_path, monkeypatch) -> Iterator[Callable[[int], None]]:
     """Return what logs a number of steps to a sink that does not open before the test ends."""
-    monkeypatch.setattr(tracking, "SECONDS_TO_FINISH", 0.1)
+    monkeypatch.setattr(monitor_records, "SECONDS_TO_FINISH", 0.1)
     end = threading.Event()
 
     def log(num_steps: int) -> None:
-        with Tracking({"hung": lambda: end.wait()}) as run_tracking:  # type: ignore[arg-type, return-value]
-            for record in records(*[1.0] * num_steps):
-                run_tracking.log(record)
+        with tracked(tmp_path, hung=lambda: end.wait()) as followed:
+            for step in records(*[1.0] * num_steps):
+                followed.append(step)
 
     yield log
     end.set()
@@ -111,33 +129,30 @@ def test_a_sink_that_hangs_delays_nothing_and_is_waited_for_briefly(log_to_hangi
 
 
 def test_a_sink_that_falls_behind_is_switched_off(log_to_hanging_sink, monkeypatch, caplog):
-    monkeypatch.setattr(tracking, "MAX_PENDING", 3)
+    monkeypatch.setattr(sinks, "MAX_PENDING", 3)
     log_to_hanging_sink(10)
     assert "tracking by hung is 3 calls behind" in caplog.text
     assert len(caplog.records) == 1
 
 
-def test_an_abort_is_reported_before_the_process_ends():
+def test_an_abort_is_reported_before_the_process_ends(tmp_path):
     sink = RecordingSink()
-    Tracking({"recording": lambda: sink}).on_abort("rank 1 does not answer")
-    assert sink.calls == [("stall", "rank 1 does not answer"), ("finish", {}, 1)]
+    with tracked(tmp_path, recording=lambda: sink) as followed:
+        followed.on_abort("rank 1 does not answer")
+        assert sink.calls == [("stall", "rank 1 does not answer"), ("finish", {}, 1)]
 
 
 @pytest.mark.parametrize(
     ("last_step", "resume", "is_same_run"),
     [(0, "auto", False), (1, "auto", True), (9, "never", False)],
 )
-def test_a_run_that_continues_after_a_checkpoint_is_the_same_run_of_wandb(
-    last_step, resume, is_same_run, tmp_path, monkeypatch
-):
-    opened: list[tuple] = []
-    monkeypatch.setattr(tracking, "WandbRun", lambda *arguments: opened.append(arguments) or RecordingSink())
+def test_a_run_that_continues_after_a_checkpoint_is_the_same_run_of_wandb(last_step, resume, is_same_run, tmp_path):
     options = ["--wandb.mode=offline", f"--checkpoint.resume={resume}", f"--run.dir={tmp_path}"]
     settings = parse_settings([f"--config={BASE}", *options])
-    for is_first in (True, False):
-        with tracking.open_tracking(settings, last_step, is_first):
-            pass
-    ((wandb, run_dir, config, found),) = opened
+    with mock.patch.object(sinks, "WandbRun") as opened:
+        for open_sink in sinks.sink_openers(settings, last_step).values():
+            open_sink()
+    ((wandb, run_dir, config, found),) = (call.args for call in opened.call_args_list)
     assert (wandb, run_dir, found) == (settings.wandb, tmp_path, is_same_run)
     assert config["checkpoint"]["resume"] == resume
 
@@ -162,11 +177,11 @@ def test_event_files_hold_every_step_once_after_a_kill_and_a_roll_back(tmp_path,
     clock = SimpleNamespace(time=itertools.count(10**9).__next__)
     monkeypatch.setattr("tensorboard.summary.writer.event_file_writer.time", clock)
     killed = TensorboardRun(tmp_path)
-    for record in records(3.0, 2.0, 9.0):
-        killed.log(record)
+    for step in records(3.0, 2.0, 9.0):
+        killed.log(step)
     resumed = TensorboardRun(tmp_path)
-    for record in records(3.0, 2.0, 1.0):
-        resumed.log(record)
+    for step in records(3.0, 2.0, 1.0):
+        resumed.log(step)
     resumed.roll_back(2)
     resumed.log({"step": 3, "loss": 0.5, "grad_norm/blocks.0": 1.0, "samples": SAMPLES})
     resumed.finish({}, 0)
@@ -199,3 +214,53 @@ def test_event_files_hold_alerts_and_the_places_of_checkpoints(tmp_path, read_ev
     for tag, text in (("alert/spike", "the loss is nan"), ("checkpoint", str(tmp_path / "step-00000007"))):
         (event,) = events.Tensors(f"{tag}/text_summary")
         assert (event.step, event.tensor_proto.string_val) == (7, [text.encode()])
+
+
+def git(folder: Path, *words: str) -> str:
+    command = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *words]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def version_in(folder: Path) -> str:
+    with mock.patch.object(sinks, "__file__", str(folder / "sinks.py")):
+        return sinks.code_version()
+
+
+def test_the_version_of_the_code_is_its_commit_and_says_if_files_differ(tmp_path: Path):
+    assert version_in(tmp_path) == "unknown"
+    git(tmp_path, "init", "-q")
+    assert version_in(tmp_path) == "unknown", "there is no commit yet"
+    (tmp_path / "a").write_text("1")
+    git(tmp_path, "add", "a")
+    git(tmp_path, "commit", "-q", "-m", "first")
+    assert version_in(tmp_path) == git(tmp_path, "rev-parse", "HEAD")
+    (tmp_path / "a").write_text("2")
+    assert version_in(tmp_path) == git(tmp_path, "rev-parse", "HEAD") + "+changes"
+
+
+def sink_of(folder: Path, *starts: object) -> tuple[WandbRun, list[str]]:
+    """Return a sink whose attempts to start a run end so, and the modes of these attempts."""
+    with mock.patch("wandb.init", side_effect=starts) as init, mock.patch("wandb.teardown"):
+        sink = WandbRun(WandbSettings(mode="online"), folder, {}, is_same_run=False)
+    return sink, [call.kwargs["mode"] for call in init.call_args_list]
+
+
+def test_a_run_is_logged_offline_if_the_server_cannot_be_reached(tmp_path: Path):
+    assert sink_of(tmp_path, CommError("no network"), mock.Mock(id="abc"))[1] == ["online", "offline"]
+
+
+def test_a_checkpoint_that_is_deleted_before_it_is_logged_is_left_out(tmp_path: Path):
+    sink, _ = sink_of(tmp_path, run := mock.Mock(id="abc"))
+    kept, deleted = tmp_path / "step-00000004", tmp_path / "step-00000002"
+    kept.mkdir()
+    for checkpoint in (deleted, kept):
+        sink.log_checkpoint(checkpoint)
+    (call,) = run.log_artifact.call_args_list
+    assert call.kwargs["aliases"] == ["latest", "step-00000004"]
+
+
+def test_the_summary_of_a_run_is_recorded_without_its_texts(tmp_path: Path):
+    sink, _ = sink_of(tmp_path, run := mock.Mock(id="abc", summary={"loss": 2.0}))
+    sink.finish({"loss": 1.5, "mfu": 0.4, "samples": [{"prompt": "a", "text": "b"}]}, 3)
+    assert run.summary == {"loss": 1.5, "mfu": 0.4}
+    run.finish.assert_called_once_with(exit_code=3)
