@@ -59,8 +59,11 @@ def moment_bytes(optimizer: OptimizerSettings, model: ModelConfig, tensor_size: 
             if optimizer.muon.row_beta is not None:  # tensor ranks divide the states of whole matrices
                 state_bytes += BYTES * sum(shape[0] for _, shape, _ in hidden) / tensor_size
         case "soap":  # so does it
-            whole = (_soap_states(model, name, shape) for name, shape, _ in hidden)
+            whole = (_soap_states(*_matrices_in(model, name, shape)) for name, shape, _ in hidden)
             updated, state_bytes = hidden, BYTES * sum(whole) / tensor_size
+        case "dion":  # the momentum, and the right factors once; each rank that has elements of a matrix has its factor
+            factors = (_right_factors(optimizer, *_matrices_in(model, name, shape)) for name, shape, _ in hidden)
+            updated, state_bytes = hidden, BYTES * (sum(numel for _, _, numel in hidden) + sum(factors))
         case "sgd":
             return float(BYTES * bool(optimizer.momentum))
         case "adamw":
@@ -72,9 +75,18 @@ def moment_bytes(optimizer: OptimizerSettings, model: ModelConfig, tensor_size: 
     return (state_bytes + OF_ADAM * by_adam) / num_parameters
 
 
-def _soap_states(model: ModelConfig, name: str, shape: tuple[int, ...]) -> int:
-    """Return the number of elements of SOAP's states of a weight, which packs several matrices by rows."""
+def _matrices_in(model: ModelConfig, name: str, shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """Return the number, the rows and the columns of the matrices that a weight packs by rows."""
     packed = {"attention.qkv.weight": 3, "attention.qkv.kv_weight": 2, "mlp.up.weight": ROWS_PER_UNIT[model.mlp]}
     number = next((number for end, number in packed.items() if name.endswith(end)), 1)
-    rows, columns = shape[0] // number, shape[1]
+    return number, shape[0] // number, shape[1]
+
+
+def _soap_states(number: int, rows: int, columns: int) -> int:
+    """Return the number of elements of SOAP's states of some matrices."""
     return number * 2 * (rows * columns + rows * rows + columns * columns)
+
+
+def _right_factors(optimizer: OptimizerSettings, number: int, rows: int, columns: int) -> int:
+    """Return the number of elements of Dion's right factors of some matrices."""
+    return number * columns * math.ceil(optimizer.dion.rank_fraction * min(rows, columns))

@@ -19,7 +19,7 @@ from gpt.settings.tree import Group, walk
 def in_option_names(text: str) -> str:
     """Return the text with `zero.stage` instead of `ZeroConfig.stage`, and with `parallel.tensor_size=` in full."""
     for name, option in _SET_BY.items():
-        text = re.sub(rf"ZeroConfig\.{name}(?==\d+ of )", option, text)
+        text = re.sub(name, option, text)
     return re.sub(_ARGUMENT, r"parallel.\1", re.sub(_CLASS, lambda found: _GROUPS[found[1]], text))
 
 
@@ -51,7 +51,13 @@ def messages_in_option_names() -> Iterator[None]:
 _PACKAGES = [Path(__file__).parents[2] / name for name in ("gpt", "zero", "parallel")]
 _GROUPS = {node.kind.__name__: node.name for node in walk(Settings) if isinstance(node, Group)}
 _GROUPS["StartOptions"] = "run"
-_SET_BY = {"leaf_blocks": "train.reproducible_blocks", "leaf_parts": "parallel.context_size"}
+_GROUPS |= {"Muon": "optimizer.muon", "Dion": "optimizer.dion"}
+_SET_BY = {
+    r"ZeroConfig\.leaf_blocks(?==\d+ of )": "train.reproducible_blocks",
+    r"ZeroConfig\.leaf_parts(?==\d+ of )": "parallel.context_size",
+    r"ZeroConfig\.sum_over_ranks=leaves": "train.reproducible=layout",
+    r"Muon\.per_repetition": "optimizer.muon.per_head",
+}
 _CLASS = re.compile(rf"\b({'|'.join(_GROUPS)})\b(?=\.\w)")  # ZeroConfig in ZeroConfig.stage
 # `parallel` has no class of settings: it takes these as arguments of functions.
 _ARGUMENT = re.compile(rf"(?<![\w.-])({'|'.join(field.name for field in fields(ParallelSettings))})(?==)")

@@ -22,6 +22,7 @@ class AdamWBf16(CompressedAdamW):
 
     method = "adamw_bf16"
     own_defaults: ClassVar = {"seed": 0}
+    common: ClassVar = frozenset({"seed"})
     own_atom = ELEMENT
 
     def __init__(self, params: Any, **settings: Any):

@@ -199,12 +199,12 @@ class MatrixExchange:
         sent = [(piece, *found) for piece in pieces for found in self._runs(piece.name, piece.in_param)]
         received = list(self._owned_by_all(in_parts.keys()))
         to_ranks = [(ranks[number][0], runs.numel) for _, number, _, runs in sent]
-        in_sent, numels = _arranged(to_ranks, replica.size * axis.size)
+        in_sent, numels = arranged(to_ranks, replica.size * axis.size)
         numels_of_replicas = [numels[first : first + axis.size] for first in range(0, len(numels), axis.size)]
         self._part_numel = max(sum(of_replica) for of_replica in numels_of_replicas)
         sent_numels = numels_of_replicas[replica.rank]
         before = [0, *accumulate(sum(of_replica) for of_replica in numels_of_replicas)]
-        in_received, received_numels = _arranged([(rank, runs.numel) for rank, _, _, runs in received], axis.size)
+        in_received, received_numels = arranged([(rank, runs.numel) for rank, _, _, runs in received], axis.size)
         for (piece, number, start, runs), place in zip(sent, in_sent, strict=True):
             computing = ranks[number][0] // axis.size
             moved = computing * self._part_numel - before[computing]
@@ -231,8 +231,8 @@ class MatrixExchange:
             for rank, number in sent
             if rank == axis.rank and (source == axis.rank or computed_by[number] is not None)
         ]
-        in_sent, sent_numels = _arranged([(rank, self.matrices[n].numel) for rank, n in sent], axis.size)
-        in_received, received_numels = _arranged([(rank, self.matrices[n].numel) for rank, n in received], axis.size)
+        in_sent, sent_numels = arranged([(rank, self.matrices[n].numel) for rank, n in sent], axis.size)
+        in_received, received_numels = arranged([(rank, self.matrices[n].numel) for rank, n in received], axis.size)
         in_wholes: dict[int, list[range]] = {number: [] for rank, number in sent if rank == axis.rank}
         for (_, number), place in zip(received, in_received, strict=True):
             in_wholes[number].append(place)
@@ -246,7 +246,7 @@ class MatrixExchange:
         return dict(zip(own, in_sent, strict=True))
 
 
-def _arranged(items: Sequence[tuple[int, int]], size: int) -> tuple[list[range], list[int]]:
+def arranged(items: Sequence[tuple[int, int]], size: int) -> tuple[list[range], list[int]]:
     """Return the place of each item (rank, numel) in a message with a part for each rank, and the parts' numels."""
     numels = [0] * size
     for rank, numel in items:

@@ -19,6 +19,8 @@ class GroupedAdamW(CautiousAdamW):
     method: ClassVar[str]
     own_defaults: ClassVar[dict[str, Any]]
     """The settings of the method, with their defaults."""
+    common: ClassVar[frozenset[str]] = frozenset()
+    """Those that are the same in all groups of the method."""
     own_atom: ClassVar[Atom]
     """The atom of the method."""
 
@@ -32,6 +34,15 @@ class GroupedAdamW(CautiousAdamW):
                 group.setdefault(name, value)
             if group["update"] not in (self.method, "adamw"):
                 raise ValueError(f"update={group['update']!r} of a group; choose {self.method!r} or 'adamw'")
+        for name in sorted(self.common):
+            self.defaults[name] = self._common_value(name)
+
+    def _common_value(self, name: str) -> Any:
+        """Return the value that a setting has in all groups of the method. Raises ValueError if they differ."""
+        values = [group[name] for group in self.param_groups if group["update"] == self.method]
+        if any(value != values[0] for value in values):
+            raise ValueError(f"{name} is {values} in groups of {self.method!r}; give all of them the same value")
+        return values[0] if values else self.defaults[name]
 
     def atom(self, group: dict[str, Any]) -> Atom:
         """Return the atom of a group."""

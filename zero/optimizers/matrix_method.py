@@ -1,11 +1,12 @@
-"""AdamW whose groups of matrices are updated by another method. Only one of its steps needs whole matrices.
+"""AdamW whose groups of matrices are updated by another method.
 
     accumulate    the states of owned elements                                                element by element
     direction     their values that are sent                                                  element by element
     transform     the updates of equal matrices, from the directions of all of their elements  whole matrices
     decay, add    the update of owned elements                                                element by element
 
-zero/optimizers/matrix_optimizer.py puts these steps together, in one process and over ranks.
+The two in the middle are those of a `WholeMatrixMethod`: zero/optimizers/matrix_optimizer.py puts its steps together,
+in one process and over ranks.
 """
 
 from abc import abstractmethod
@@ -36,21 +37,12 @@ class MatrixMethod(GroupedAdamW):
         super().__init__(params, **settings)
         self.matrix_states: dict[Any, dict[str, Tensor]] = {}
 
-    @property
-    @abstractmethod
-    def message_dtype(self) -> torch.dtype:
-        """The data type in which directions and updates are sent."""
-
     def prepare(self, param: nn.Parameter) -> None:
         """Make the states of a stretch, before its first update."""
 
     @abstractmethod
     def accumulate(self, param: nn.Parameter, grad: Tensor, group: dict[str, Any]) -> None:
         """Update the states of owned elements. May overwrite `grad`, which must be finite afterwards."""
-
-    @abstractmethod
-    def direction(self, param: nn.Parameter, grad: Tensor, group: dict[str, Any], view: View, out: Tensor) -> None:
-        """Write the values to send to `out`; `view` selects them, of the gradient and of a state of the parameter."""
 
     def matrix_state(self, shape: tuple[int, int], device: torch.device) -> dict[str, Tensor]:
         """Return the states of a whole matrix, before its first update; they are on the rank that computes it."""
@@ -65,13 +57,6 @@ class MatrixMethod(GroupedAdamW):
     def matrix_state_bytes(self, shape: tuple[int, int]) -> int:
         """Return the bytes of these states."""
         return sum(value.nbytes for value in self.matrix_state(shape, torch.device("meta")).values())
-
-    @abstractmethod
-    def transform(self, matrices: Tensor, group: dict[str, Any], states: Sequence[dict[str, Tensor]]) -> None:
-        """Overwrite directions by updates, of matrices (number, rows, columns) in `message_dtype`; change their states.
-
-        In a step that is skipped the updates are zeros.
-        """
 
     def decay(self, param: Tensor, group: dict[str, Any]) -> None:
         """Apply the decoupled weight decay to a stretch, unless it is cautious and has to know the update."""
@@ -94,4 +79,36 @@ class MatrixMethod(GroupedAdamW):
     @staticmethod
     @abstractmethod
     def flops(shape: tuple[int, int]) -> int:
-        """Return a number proportional to the FLOPs of `transform`, by which matrices are divided over ranks."""
+        """Return a number proportional to the FLOPs of a whole matrix, by which matrices are divided over ranks."""
+
+    def update_param(self, param: nn.Parameter, grad: Tensor, group: dict[str, Any]) -> None:
+        """Update a whole parameter, which is one matrix."""
+        if param.dim() != 2:
+            raise ValueError(f"update={self.method!r} is for matrices, not for shape {tuple(param.shape)}")
+        self.update_matrix([param], [grad], group, (param.shape[0], param.shape[1]))
+
+    @abstractmethod
+    def update_matrix(
+        self, stretches: Sequence[nn.Parameter], grads: Sequence[Tensor], group: dict[str, Any], shape: tuple[int, int]
+    ) -> None:
+        """Update a matrix of `shape`, given all of its stretches. May overwrite their gradients."""
+
+
+class WholeMatrixMethod(MatrixMethod):
+    """A method whose update of a matrix is computed on one rank, which gets all of it."""
+
+    @property
+    @abstractmethod
+    def message_dtype(self) -> torch.dtype:
+        """The data type in which directions and updates are sent."""
+
+    @abstractmethod
+    def direction(self, param: nn.Parameter, grad: Tensor, group: dict[str, Any], view: View, out: Tensor) -> None:
+        """Write the values to send to `out`; `view` selects them, of the gradient and of a state of the parameter."""
+
+    @abstractmethod
+    def transform(self, matrices: Tensor, group: dict[str, Any], states: Sequence[dict[str, Tensor]]) -> None:
+        """Overwrite directions by updates, of matrices (number, rows, columns) in `message_dtype`; change their states.
+
+        In a step that is skipped the updates are zeros.
+        """

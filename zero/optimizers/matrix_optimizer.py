@@ -7,13 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from zero.memory.placement import Offload
-from zero.optimizers.matrix_method import MatrixMethod
+from zero.optimizers.matrix_method import WholeMatrixMethod
 from zero.optimizers.matrix_updates import MatrixUpdates
 from zero.step.assembled_updates import Axes
 from zero.step.pieces import OwnedPieces
 
 
-class MatrixOptimizer(MatrixMethod):
+class MatrixOptimizer(WholeMatrixMethod):
     """The base class of optimizers that update whole matrices; a class derived from it writes the steps."""
 
     def assembled_updates(
@@ -28,12 +28,6 @@ class MatrixOptimizer(MatrixMethod):
     ) -> MatrixUpdates:
         """Return the updates of matrices whose stretches many ranks own: see zero/step/assembled_updates.py."""
         return MatrixUpdates(self, groups, module, pieces, axes, offload, max_batch=1 if one_by_one else None)
-
-    def update_param(self, param: nn.Parameter, grad: Tensor, group: dict[str, Any]) -> None:
-        """Update a whole parameter, which is one matrix."""
-        if param.dim() != 2:
-            raise ValueError(f"update={self.method!r} is for matrices, not for shape {tuple(param.shape)}")
-        self.update_matrix([param], [grad], group, (param.shape[0], param.shape[1]))
 
     @torch.no_grad()
     def update_matrix(

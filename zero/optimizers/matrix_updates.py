@@ -11,23 +11,21 @@ applied while the last ones return.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence, Set
 
 import torch
 from torch import Tensor, nn
 
 from parallel.memory_kinds import TensorKind, allocating
-from parallel.tensor.split_parameters import packed_rows, split_dims
 from zero.buckets.bucket import Bucket
-from zero.buckets.flat import FlatParameters
 from zero.memory.placement import Offload, Placement
 from zero.optimizers.exchange import MatrixExchange, join, take_apart
-from zero.optimizers.matrices import Assignment, Matrix, assign, matrices_of
-from zero.optimizers.matrix_method import MatrixMethod
+from zero.optimizers.matrices import Assignment, Matrix, assign
+from zero.optimizers.matrix_method import WholeMatrixMethod
+from zero.optimizers.owned_matrices import OwnedMatrices
 from zero.partition.layout import cut
-from zero.step.assembled_updates import AssembledUpdates, Axes
-from zero.step.pieces import OwnedPieces, Piece
+from zero.step.assembled_updates import Axes
+from zero.step.pieces import OwnedPieces
 
 
 class Round:
@@ -100,12 +98,15 @@ class Round:
         return self._offload.new(placement, TensorKind.BUFFERS, len(self.elements), self._dtype)
 
 
-class MatrixUpdates(AssembledUpdates):
-    """The matrices in some groups of an optimizer, of which there is at least one."""
+class MatrixUpdates(OwnedMatrices):
+    """The updates of matrices that are put together, each on one rank."""
+
+    inner: WholeMatrixMethod
+    how = "whole"
 
     def __init__(
         self,
-        inner: MatrixMethod,
+        inner: WholeMatrixMethod,
         groups: Set[int],
         module: nn.Module,
         pieces: OwnedPieces,
@@ -117,29 +118,19 @@ class MatrixUpdates(AssembledUpdates):
 
         At most `max_batch` matrices are computed as one batch.
         """
-        self.inner, self._groups, self._offload, self._max_batch = inner, groups, offload, max_batch
-        shard, replica, self._tensor_axis = axes
-        tensor = self._tensor_axis if inner.defaults.get("joins_parts", True) else self._tensor_axis.without_peers()
-        params = {param: number for param, number in pieces.group_of.items() if number in groups}
-        owned = pieces.by_bucket.items()
-        self._pieces = {bucket: [piece for piece in own if piece.group in groups] for bucket, own in owned}
-        self.other_pieces = {bucket: [piece for piece in own if piece.group not in groups] for bucket, own in owned}
-        self.buckets = {bucket for bucket in pieces.by_bucket if not params.keys().isdisjoint(bucket.grads.parts)}
-        """The buckets in which any rank owns a stretch of a matrix: the same on all ranks."""
-        self._split = split_dims(module)
-        self.matrices = _matrices(module, pieces.flats, params, tensor.size, inner.param_groups)
-        """All matrices, in the order of the layout."""
+        shard, replica, tensor = axes
+        super().__init__(inner, groups, module, pieces, tensor, offload.device)
+        self._max_batch = max_batch
         # States of whole matrices are saved by one of the replicas, which then has to have all of them. The parts of
         # replicas are as long as the longest one: with fewer matrices than ranks they would be mostly padding.
         is_divided = not inner.matrix_state_bytes((1, 1)) and len(self.matrices) >= shard.size * replica.size
         divided = replica if is_divided else replica.without_peers()
-        self.assignment = assign(self.matrices, inner.flops, shard.size * divided.size, tensor.size)
-        """The rank that computes each matrix."""
-        layouts = [flat.layout for flat in pieces.flats]
-        own = [piece for of_bucket in self._pieces.values() for piece in of_bucket]
+        self.assignment = assign(self.matrices, inner.flops, shard.size * divided.size, self.tensor.size)
+        own = [piece for of_bucket in self.pieces.values() for piece in of_bucket]
+        divided_axes = shard, divided, self.tensor
         self._rounds = [
             Round(
-                MatrixExchange(self.matrices, chosen, self.assignment, layouts, own, (shard, divided, tensor)),
+                MatrixExchange(self.matrices, chosen, self.assignment, self.layouts, own, divided_axes),
                 inner.message_dtype,
                 offload,
             )
@@ -148,20 +139,19 @@ class MatrixUpdates(AssembledUpdates):
 
     def begin(self) -> None:
         """Begin an update: allocate the messages."""
-        for number in self._groups:
-            self.inner.start_round(self.inner.param_groups[number])
+        super().begin()
         on_host = [bucket for bucket in self.buckets if bucket.optimizer_placement is Placement.HOST]
-        pieces = [piece for bucket in on_host for piece in self._pieces[bucket]]
+        pieces = [piece for bucket in on_host for piece in self.pieces[bucket]]
         for one in self._rounds:
             places = [stretch.place for piece in pieces for stretch in one.exchange.stretches[piece]]
             one.allocate(places if len(on_host) < len(self.buckets) else [one.elements])
 
     def prepare(self, bucket: Bucket, grad: Tensor) -> None:
         """Update the states of a bucket's owned stretches, and write their directions; `grad` is its flat gradient."""
-        for piece in self._pieces[bucket]:
+        for piece in self.pieces[bucket]:
             with allocating(TensorKind.MOMENTS, on_host=bucket.optimizer_placement is Placement.HOST):
                 self.inner.prepare(piece.param)
-            own, group = cut(grad, piece.elements), self._group(piece)
+            own, group = cut(grad, piece.elements), self.group_of(piece)
             self.inner.accumulate(piece.param, own, group)
             for one in self._rounds:
                 for stretch in one.exchange.stretches[piece]:
@@ -188,8 +178,8 @@ class MatrixUpdates(AssembledUpdates):
 
     def apply(self, bucket: Bucket) -> None:
         """Update the owned stretches of a bucket whose updates have returned."""
-        for piece in self._pieces[bucket]:
-            group = self._group(piece)
+        for piece in self.pieces[bucket]:
+            group = self.group_of(piece)
             if self._present is self._rounds[0]:
                 self.inner.decay(piece.param, group)
             for stretch in self._present.exchange.stretches[piece]:
@@ -202,26 +192,10 @@ class MatrixUpdates(AssembledUpdates):
             one.free()
         self.inner.end_round()
 
-    def states(self) -> dict[str, Tensor]:
-        """Return the states of the whole matrices of this rank, by name, for a checkpoint; they are made if need be.
-
-        A matrix that each tensor rank has for itself has one for each of them.
-        """
-        return {
-            f"{self._name(number)}.{kind}": value
-            for one in self._rounds
-            for number in one.exchange.own
-            for kind, value in self._state_of(number).items()
-        }
-
-    def present_states(self) -> list[Tensor]:
-        """Return the states of whole matrices that have been made."""
-        return [value for state in self.inner.matrix_states.values() for value in state.values()]
-
     @property
-    def state_bytes(self) -> float:
-        """The bytes of the states of all matrices that the ranks along the shard axis share, on one tensor rank."""
-        return sum(self.inner.matrix_state_bytes(matrix.whole_shape) / matrix.num_parts for matrix in self.matrices)
+    def own(self) -> list[int]:
+        """The numbers of the matrices that this rank computes."""
+        return [number for one in self._rounds for number in one.exchange.own]
 
     def sent_numels(self) -> list[int]:
         """Return the number of elements of matrices that each data rank sends to other shard ranks in a step."""
@@ -230,49 +204,9 @@ class MatrixUpdates(AssembledUpdates):
     def _transform(self, numbers: list[int], parts: list[Tensor]) -> None:
         matrix = self.matrices[numbers[0]]
         wholes = join(parts, matrix.joined_dim)
-        states = [self._state_of(number) for number in numbers]
+        states = [self.state_of(number) for number in numbers]
         self.inner.transform(wholes, self.inner.param_groups[matrix.group], states)
         take_apart(wholes, parts, matrix.joined_dim)
-
-    def _state_of(self, number: int) -> dict[str, Tensor]:
-        with allocating(TensorKind.MOMENTS):
-            return self.inner.state_of_matrix(number, self.matrices[number].whole_shape, self._offload.device)
-
-    def _name(self, number: int) -> str:
-        matrix, tensor = self.matrices[number], self._tensor_axis
-        of_param = [n for n, other in enumerate(self.matrices) if other.param == matrix.param]
-        position = number - of_param[0]
-        if matrix.is_repetition and matrix.param in self._split:  # tensor ranks have one after the other
-            return f"matrix.{matrix.param}.{position + tensor.rank * len(of_param)}"
-        return f"matrix.{matrix.param}.{position}{'' if matrix.num_parts == tensor.size else f'.{tensor.rank}'}"
-
-    def _group(self, piece: Piece) -> dict:
-        return self.inner.param_groups[piece.group]
-
-
-def _matrices(
-    module: nn.Module,
-    flats: Sequence[FlatParameters],
-    params: Mapping[nn.Parameter, int],
-    tensor_size: int,
-    groups: Sequence[Mapping[str, Any]],
-) -> list[Matrix]:
-    """Return the matrices of parameters, in the order of the layout; `params` has the number of the group of each."""
-    split, packed = split_dims(module), packed_rows(module)
-    spans = [item for flat in flats for item in zip(flat.params, flat.layout.spans, strict=True) if item[0] in params]
-    return [
-        matrix
-        for param, span in spans
-        for matrix in matrices_of(
-            span.name,
-            span.shape,
-            params[param],
-            packed.get(span.name),
-            split.get(span.name),
-            tensor_size,
-            per_repetition=groups[params[param]].get("per_repetition", False),
-        )
-    ]
 
 
 def rounds_of(matrices: Sequence[Matrix], assignment: Assignment) -> list[set[int]]:

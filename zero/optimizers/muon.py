@@ -69,6 +69,7 @@ class Muon(MatrixOptimizer):
         "lr_factor": 1.0,
         "joins_parts": True,
     }
+    common: ClassVar = frozenset({"ns_dtype", "row_beta", "joins_parts"})
 
     @property
     def message_dtype(self) -> torch.dtype:
@@ -100,7 +101,7 @@ class Muon(MatrixOptimizer):
         steps = [given[min(number, len(given) - 1)] for number in range(group["ns_steps"])]
         scale = self.if_kept(1.0 if is_newton_schulz else 1 / SAFETY, matrices.dtype)
         orthogonalize_(matrices, steps, group["ns_eps"], scale)
-        if (beta := self.defaults["row_beta"]) is not None:  # not of the group: the states are of all matrices
+        if (beta := self.defaults["row_beta"]) is not None:  # common to all groups, as the states are
             normalize_rows_(matrices, states, self.if_kept(1 - beta, states[0][ROWS].dtype))
 
     def matrix_state(self, shape: tuple[int, int], device: torch.device) -> dict[str, Tensor]:

@@ -31,6 +31,7 @@ class Soap(MatrixOptimizer):
         "lr_factor": 1.0,
         "joins_parts": True,
     }
+    common: ClassVar = frozenset({"dtype", "joins_parts"})
 
     @property
     def message_dtype(self) -> torch.dtype:

@@ -163,8 +163,13 @@ class SavedState:
             return
         ranks = {name: rank for rank in range(self.data_size * self.tensor_size) for name in self.file(rank).entries}
         for name, out in tensors.items():
-            if name not in ranks:
-                raise ConfigError(f"{self.folder} lacks {shown(name)}; load it with the optimizer's settings")
+            found = self.file(ranks[name]).entries[name].shape if name in ranks else None
+            if found != out.shape:
+                raise ConfigError(
+                    f"{self.folder}: {shown(name)} is {'missing' if found is None else list(found)} there and "
+                    f"{list(out.shape)} in this run; resume with the settings of the optimizer that it was saved with, "
+                    "such as Muon.per_repetition, Muon.row_beta or Dion.rank_fraction"
+                )
             self.file(ranks[name]).load(name, out)
 
     def read_blocks(self, name: str, kind: str, elements: range, *, out: Tensor, tensor: TensorRank = WHOLE) -> None:

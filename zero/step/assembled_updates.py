@@ -55,6 +55,9 @@ class AssembledUpdates:
         """Return the states of what this rank puts together, by name; they are made if need be."""
         return {}
 
+    def take_loaded(self) -> None:
+        """Let what is derived of the states follow them: they have been loaded in place."""
+
     def present_states(self) -> list[Tensor]:
         """Return those that have been made."""
         return []

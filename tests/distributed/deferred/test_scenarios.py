@@ -24,6 +24,7 @@ from tests.distributed.zero import test_several_optimizers as several
 from tests.distributed.zero import test_sharded_init as sharded_init
 from tests.distributed.zero import test_uneven as uneven
 from tests.distributed.zero import test_zero_equals_one_process as plain
+from tests.distributed.zero.optimizers import test_dion as dion
 from tests.distributed.zero.optimizers import test_muon as muon
 from tests.distributed.zero.scenarios import test_ranks
 from tests.ranks import call_with, run_ranks
@@ -141,6 +142,9 @@ def test_messages_of_matrices():
     found = run_late(2, call_with, muon.train, [[case] for case in cases])
     for case, *of_ranks in zip(cases, *found, strict=True):
         muon.assert_equals_whole(of_ranks, case)
+    found = run_late(2, call_with, dion.train, [[case] for case in cases])
+    for params in (params for of_rank in found for params in of_rank):
+        torch.testing.assert_close(params, dion.train_whole(), rtol=0, atol=muon.TOLERANCE)
 
 
 def test_exchanges_of_heads_and_gathers_of_logits_over_the_context(repeat):

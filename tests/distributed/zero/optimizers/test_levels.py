@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.distributed.zero.optimizers import test_dion as dion
 from tests.distributed.zero.optimizers import test_muon as muon
 from tests.distributed.zero.optimizers import test_soap as soap
 from tests.distributed.zero.optimizers.test_muon import BETAS, DECAY, LR, TOLERANCE, Case
@@ -30,7 +31,7 @@ FACTORS: dict[str, list[Any]] = {
     "sizes": [(4, 2, 1), (2, 1, 2)],  # data ranks, those of a group, tensor ranks
     "store": ["none", "partition_host"],
     "offload": ["none", "both"],
-    "optimizer": ["adamw", "adamw_bf16", "muon", "soap"],
+    "optimizer": ["adamw", "adamw_bf16", "muon", "soap", "dion"],
 }
 ALL_FACTORS = FACTORS | {
     "sizes": [(4, 2, 1), (4, 2, 2), (8, 4, 1), (8, 2, 1)],
@@ -73,6 +74,7 @@ OPTIMIZERS: dict[str, tuple[Callable, int, Callable[[], dict[str, Tensor]]]] = {
     "adamw_bf16": (partial(start_adamw, kind=AdamWBf16), muon.NUM_STEPS, partial(train_whole_with_adamw, AdamWBf16)),
     "muon": (lambda case: muon.start(case, kind=Muon, ns_dtype="fp64"), muon.NUM_STEPS, muon.train_whole),
     "soap": (soap.start_soap, soap.NUM_STEPS, soap.train_whole),
+    "dion": (dion.start_dion, dion.NUM_STEPS, dion.train_whole),
 }
 
 

@@ -71,3 +71,9 @@ def test_a_warning_of_this_project_is_one_line_in_the_names_of_options(capsys: p
     assert other.endswith("torch/some.py:7: UserWarning: choose ZeroConfig.stage=3")
     assert line == "  stage()"
     assert warnings.formatwarning is format_before
+
+
+def test_settings_of_optimizers_get_the_names_of_options():
+    text = "Muon.per_repetition, Dion.rank_fraction and ZeroConfig.sum_over_ranks=leaves"
+    expected = "optimizer.muon.per_head, optimizer.dion.rank_fraction and train.reproducible=layout"
+    assert in_option_names(text) == expected

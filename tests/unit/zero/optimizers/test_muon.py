@@ -17,6 +17,7 @@ from zero.optimizer import ZeroOptimizer
 from zero.optimizers.adamw8bit import AdamW8bit
 from zero.optimizers.adamw_bf16 import AdamWBf16
 from zero.optimizers.cautious_adamw import CautiousAdamW
+from zero.optimizers.dion import Dion
 from zero.optimizers.muon import Muon
 from zero.optimizers.soap import Soap
 from zero.partition.config import ZeroConfig
@@ -129,6 +130,7 @@ KINDS = {
     "muon": Muon,
     "cautious normuon": partial(Muon, row_beta=0.9, cautious_decay=True),
     "cautious adamw": partial(CautiousAdamW, cautious_decay=True),
+    "dion": partial(Dion, rank_fraction=0.5),
     "adamw8bit": AdamW8bit,
     "adamw_bf16": AdamWBf16,
 }
@@ -155,7 +157,7 @@ def test_a_step_with_an_infinite_gradient_leaves_no_trace(kind, fused):
     assert all(a.equal(b) for a, b in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("kind", [Muon, Soap])
+@pytest.mark.parametrize("kind", [Muon, Soap, Dion])
 def test_the_flag_of_a_grad_scaler_skips_updates_of_whole_parameters(kind):
     torch.manual_seed(0)
     start, good, bad = torch.randn(6, 4), torch.randn(6, 4), torch.full((6, 4), math.inf)
@@ -193,6 +195,26 @@ def test_no_message_outlives_a_step():
             model(torch.ones(3, 6)).backward()
             optimizer.step()
         assert tracker.device.resident[TensorKind.BUFFERS] == sum(buffer_bytes(model, optimizer).values())
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "values"),
+    [(Muon, "row_beta", (0.9, 0.5)), (AdamWBf16, "seed", (3, 4)), (Dion, "message_dtype", ("fp64", "fp32"))],
+)
+def test_a_setting_that_groups_have_in_common_is_taken_from_them_and_may_not_differ(kind, name, values):
+    found = []
+    for by_group in (True, False):
+        params = params_of(SHAPES[:2])
+        of_group, of_all = ({name: values[0]}, {}) if by_group else ({}, {name: values[0]})
+        optimizer = kind([{"params": [param], **of_group} for param in params], lr=0.02, **of_all)
+        for step in range(3):
+            set_gradients(params, step)
+            optimizer.step()
+        found.append(params)
+    assert all(one.equal(other) for one, other in zip(*found, strict=True))
+    groups = [{"params": [param], name: value} for param, value in zip(params, values, strict=True)]
+    with pytest.raises(ValueError, match=rf"{name} is \[.*\] in groups of .*; give all of them the same value"):
+        kind(groups, lr=0.02)
 
 
 def test_a_vector_in_a_group_of_matrices_is_refused():
