@@ -127,7 +127,7 @@ def test_the_module_is_saved_and_loaded_as_a_file(run: Run) -> None:
     # In the first test process the class is known, so the pickle may be read.
     restored = torch.load(io.BytesIO(whole.getvalue()), weights_only=False)
     for copied in (loaded, restored):
-        assert all(hook.func is no_hook for hook in copied._forward_pre_hooks.values())
+        assert all(hook is no_hook for hook in copied._forward_pre_hooks.values())
         run.record(loss_of_copy(copied, run.batch(9)))
 
 
