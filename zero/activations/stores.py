@@ -188,8 +188,10 @@ def stored_bytes(store: StoreName, count: int, numel: float, itemsize: int, num_
     """Return the bytes of `count` checkpoints, of `numel` elements each, on each of the ranks that hold the same."""
     part_bytes = math.ceil(numel / num_replicas) * itemsize
     gathered = NUM_IN_TRANSIT * part_bytes * num_replicas if num_replicas > 1 else 0
-    if store == "keep":
-        return StoredBytes(device=count * math.ceil(numel) * itemsize)
-    if store == "partition":
-        return StoredBytes(device=count * part_bytes, in_transit=gathered)
-    return StoredBytes(host=count * part_bytes, in_transit=NUM_IN_TRANSIT * part_bytes + gathered)
+    match store:
+        case "keep":
+            return StoredBytes(device=count * math.ceil(numel) * itemsize)
+        case "partition":
+            return StoredBytes(device=count * part_bytes, in_transit=gathered)
+        case "partition_host":
+            return StoredBytes(host=count * part_bytes, in_transit=NUM_IN_TRANSIT * part_bytes + gathered)

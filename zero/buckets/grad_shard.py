@@ -99,8 +99,8 @@ class Held(Enum):
     """The content of a shard of gradients between two reductions."""
 
     NOTHING = "no gradient"
-    SUM = "the sum of micro-batches, to which the next reduction is added; after the last one, without groups, the mean"
-    MEAN = "with groups, in its owned part, the mean of a step, after which a further backward begins anew"
+    SUM = "the sum of micro-batches, to which the next reduction is added; after the last one the mean, if not MEAN"
+    MEAN = "the mean of a step, after which a further backward begins anew: if full gradients persist, or with groups"
     SET_ASIDE = "nothing more: the mean of a step was copied, and is added to the next one"
 
 

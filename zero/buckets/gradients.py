@@ -11,9 +11,10 @@
     GradShard          sets, or adds to, the shard, times 1/N (after the groups' sum)    `group_shard`, `owned`
     Offload            copies the shard to host memory, if it is placed there
 
-What is `owned` then is the mean over the data ranks. `ZeroOptimizer.step` adds the tensor ranks' parts to it, of those
-parameters whose gradients are partial along the tensor axis (parallel/tensor/gradient_sums.py), before the norm. With
-`sum_over_ranks=leaves`, and without `ZeroOptimizer(tensor=...)`, a hook adds them before `Passes` takes the gradient.
+If messages are in fp16, 1/sqrt(N) is applied before the reduction, and the rest after it. What is `owned` then is the
+mean over the data ranks. `ZeroOptimizer.step` adds the tensor ranks' parts to it, of those parameters whose gradients
+are partial along the tensor axis (parallel/tensor/gradient_sums.py), before the norm. In two cases a hook adds them
+before `Passes` takes the gradient: if `ZeroOptimizer` has no `tensor` axis, or if `sum_over_ranks` is "leaves".
 The message is what ranks send: the full gradients of a bucket, or their cast to `reduce_dtype`.
 
 If full gradients persist, every bucket has staging memory of its own for the whole run; the owned shard is a view of it

@@ -13,8 +13,10 @@ declaration is tested before the optimizer is used (`zero/step/probe.py`).
 [Note: an optimizer whose atom is a row, or another part of a parameter]
 Shards cannot begin at rows: they have the length of their parameter, and `alignment` is one number for all. So a row is
 put together, as a matrix is: derive the optimizer from `MatrixOptimizer`. `direction` writes the values that are sent,
-and `transform` gets equal parameters whole on one rank, computes each row by itself, and has states of whole parameters
-(`matrix_state`). The atom stays MATRIX, so the probe, the messages, the update and the checkpoints follow.
+and `transform` gets equal parameters whole on one rank and computes each row by itself. A state with a value for each
+row is a tensor (rows,) in `matrix_state`, as in NorMuon (`normalize_rows_` in zero/optimizers/muon.py). The atom stays
+MATRIX, so the probe, the messages, the update and zero's checkpoints follow. The cost is that of a matrix: all elements
+are sent, parameters must have two dims, and `ZeroOptimizer.state_dict` raises ConfigError.
 
 To send only the rows that shards cut would need more: an atom of its own that `matrices_of` and `assign`
 (zero/optimizers/matrices.py) are given together with the layouts, rows that are not joined over the tensor ranks that

@@ -2,16 +2,19 @@
 
 [Note: who frees a unit] Its memory is freed when its last reader releases it:
 
-    reader                               until
-    the unit itself, in forward          the end of its outermost call, unless it is kept for backward ([Note: keeping])
-    the unit itself, in backward         the gradient of an input is known, an older call begins, or backward ends
-    another unit that has read it        that unit is resharded
-    `gathered()`                         its context ends
-    the step, or the next forward        then; if it is not known when autograd reads it for the last time
+    reader                          released by                     when
+    the unit itself, in forward     UnitScheduler.after_forward     its outermost call ends, unless [Note: keeping]
+    the unit itself, in backward    UnitScheduler._end              the gradient of an input is known, or the backward
+                                                                    of an older call begins
+                                    UnitScheduler.end_backward      otherwise, when backward ends
+    another unit that has read it   Unit.reshard of that unit       that unit is resharded
+    `gathered()`                    Unit.stop_watch                 its context ends
+    STEP, FORWARD                   UnitAccess.reach                the step, or the next forward, begins: if it is not
+                                                                    known when autograd reads it for the last time
 
-A unit that is prefetched has no reader until it runs; the end of the next backward frees it if it never does, a nested
-one if it ran there. The update, and
-loading a checkpoint, shard all units whatever their readers: they write the owned shards.
+`Unit.release` frees it by `FlatParameters.reshard`. A unit that is prefetched has no reader until it runs; if it never
+does, the end of the next backward frees it, a nested one if it ran there. The update, and loading a checkpoint, shard
+what they write, whatever its readers.
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
