@@ -73,10 +73,7 @@ class MatrixMethod(GroupedAdamW):
         return self.if_kept(1 - self.rate(group, None) * group["weight_decay"], param.dtype, otherwise=1.0)
 
     def rate(self, group: dict[str, Any], shape: tuple[int, int] | None) -> float:
-        """Return the learning rate of a matrix of `shape`, or for None of the weight decay.
-
-        `own_defaults` has "lr_factor".
-        """
+        """Return the learning rate of a matrix of `shape`, or for None of the weight decay."""
         return group["lr"] * group["lr_factor"]
 
     @staticmethod
@@ -100,9 +97,10 @@ class MatrixMethod(GroupedAdamW):
 class WholeMatrixMethod(MatrixMethod):
     """A method whose update of a matrix is computed on one rank, which gets all of it.
 
-    A class for an optimizer, such as `Soap`, derives from `MatrixOptimizer` and defines `method`, `own_defaults`,
-    `message_dtype`, `accumulate`, `direction`, `transform` and `flops`; `prepare` if owned elements have states, and
-    `matrix_state` if whole matrices have some. In a step that is skipped no state changes, and updates are zeros.
+    A class for an optimizer, such as `Soap`, derives from `MatrixOptimizer` and defines `method`, `own_defaults` with
+    "lr_factor", `message_dtype`, `accumulate`, `direction`, `transform` and `flops`; `prepare` if owned elements have
+    states, and `matrix_state` if whole matrices have some. In a step that is skipped no state changes, and updates are
+    zeros.
     """
 
     @property
