@@ -13,7 +13,7 @@ from typing import Any, Self
 from data.errors import DataError
 
 TOKENS, INDEX, TOKENIZER = ".bin", ".idx", ".tokenizer.json"  # the files whose checksums are recorded
-OWN_CHECKSUM = "crc32"
+OWN_CHECKSUM, UNKNOWN = "crc32", "unknown"
 COUNTS = ("vocab_size", "eod", "documents", "tokens", "empty", "rejected")
 CHUNK_BYTES = 1 << 24
 
@@ -55,10 +55,10 @@ class Sidecar:
             facts = json.loads(path.read_text(encoding="utf-8"))
             if not isinstance(facts, dict):
                 raise ValueError(f"it is a JSON {type(facts).__name__}, not an object")
-            checksum = facts.pop(OWN_CHECKSUM, None)
+            checksum = facts.pop(OWN_CHECKSUM, UNKNOWN)
             sidecar = cls(**facts)
             sidecar._check_types()
-            if checksum not in (None, _checksum_of(facts)):
+            if checksum not in (UNKNOWN, _checksum_of(facts)):
                 raise ValueError(
                     f"it was changed since it was written (remove its key {OWN_CHECKSUM} if that was meant)"
                 )
@@ -71,7 +71,9 @@ class Sidecar:
 
     def _check_types(self) -> None:
         """Raise ValueError or TypeError if a number is none, which a file without checksum may hold."""
-        numbers = {name: getattr(self, name) for name in COUNTS} | dict(self.checksums)
+        if not isinstance(self.checksums, dict):
+            raise TypeError(f"checksums is {str(self.checksums)[:40]!r}, not an object of numbers")
+        numbers = self.checksums | {name: getattr(self, name) for name in COUNTS}
         if self.bos is not None:
             numbers["bos"] = self.bos
         for name, value in numbers.items():

@@ -35,6 +35,7 @@ from zero.buckets.hashes import GradientHashes, bit_sum
 from zero.partition.stage import Lifetime
 
 REMEDY = "the machine corrupts data silently: resume from a checkpoint without it"
+REPLICAS_REMEDY = "the machine may corrupt data silently: resume from a checkpoint without it"
 MOST_NAMES = 3  # in an error
 
 NamedTensors = Iterable[tuple[str, Tensor]]
@@ -278,4 +279,4 @@ def _message(what: str, axis: Axis, checksums: list[int], names: list[str]) -> s
     else:  # such as one of two: none of them is known to be right
         ranks = f"ranks {', '.join(map(str, range(axis.size)))} differ in {listed}, and should be equal; "
         others = "no majority shows which is right"
-    return f"{what} of {axis.name} {ranks}{others}; {REMEDY}"
+    return f"{what} of {axis.name} {ranks}{others}; {REPLICAS_REMEDY}"

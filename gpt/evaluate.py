@@ -22,6 +22,8 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from data.blend import parse_path
 from data.chosen_tokenizers import named_tokenizer
 from data.errors import DataError
@@ -78,11 +80,12 @@ def windows(tokens: list[int], seq_length: int, stride: int) -> list[Request]:
 
     After the first window, each prediction has at least `seq_length - stride` tokens of context.
     """
+    ids = np.asarray(tokens, dtype=np.int64)  # whose slices are views
     found: list[Request] = []
     scored = 0
     while scored < len(tokens) - 1:
         stop = min(len(tokens) - 1, scored + (stride if scored else seq_length))
-        found.append(Request(tokens[max(0, stop - seq_length) : stop + 1], stop - scored))
+        found.append(Request(ids[max(0, stop - seq_length) : stop + 1], stop - scored))
         scored = stop
     return found
 

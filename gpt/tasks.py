@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,7 +42,7 @@ class Question:
 class Request:
     """A sequence whose last `num_scored` tokens are scored."""
 
-    tokens: list[int]
+    tokens: Sequence[int] | np.ndarray
     num_scored: int
 
 

@@ -84,7 +84,7 @@ class Trainer:
     def train(self) -> None:
         """Resume, run every step that is left, and report. Raises ConfigError for errors that the user can correct."""
         try:
-            # First, because it removes later steps from metrics.jsonl, from which tracking reads the history.
+            # First, because it removes later steps from metrics.jsonl, from which sinks get the history.
             samples_before = partial(consumed_samples_after, self._settings.train.batch)
             self._progress = self._recovery.resume(self._settings.to_yaml(), samples_before)
             first = self._progress.step

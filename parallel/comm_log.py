@@ -165,7 +165,8 @@ class CommLog:
         event.awaited, event.waiting_phase = self.clock(), self.phase
 
     def record_wait_end(self, event: CommEvent) -> None:
-        event.completed, event.end_mark = self.clock(), self._mark()
+        # In this order: another thread takes an event with `completed` and without a mark for complete.
+        event.end_mark, event.completed = self._mark(), self.clock()
 
     def progress(self) -> CommProgress:
         """Return how far this rank has come. May be called from any thread; waits for nothing."""

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
@@ -167,10 +167,11 @@ class Watchdog:
 
     def _end(self, verdict: Verdict, *, prints: bool = False) -> None:
         """End this process from the watchdog's thread: the main thread may never return from its collective."""
-        if prints:  # before `on_abort`, which may take long or fail
-            sys.stderr.write(f"error: {verdict.reason}\n")
-            sys.stderr.flush()
         try:
+            if prints:  # before `on_abort`, which may take long or fail
+                with suppress(OSError):  # such as of a full disk
+                    sys.stderr.write(f"error: {verdict.reason}\n")
+                    sys.stderr.flush()
             try:
                 self._on_abort(verdict.reason)
             finally:

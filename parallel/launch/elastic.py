@@ -20,7 +20,7 @@ from datetime import timedelta
 from functools import cache
 from http.client import HTTPException
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 from uuid import uuid4
 
 import torch.distributed as dist
@@ -178,8 +178,9 @@ class Agent:
     def _own(self) -> Record:
         return self._peers.own
 
-    def _end(self, code: int | None) -> None:
-        self._peers.become(state="ended", code=code)
+    def _end(self, code: int | None, **changes: Any) -> None:
+        # Published at once: a record in between would let another node lead the next start.
+        self._peers.become(state="ended", code=code, **changes)
 
     def _wait(self) -> None:
         """Join the start that another node leads, lead the next one, or end with the job."""
@@ -204,18 +205,16 @@ class Agent:
         own = self._own
         if start.num_restarts > self._limits.max_restarts:
             self._say(f"the ranks have failed again after {self._limits.max_restarts} restarts")
-            self._peers.become(start=start.start, members=start.members)
-            self._end(own.code or watchdog.EXIT_CODE)
+            self._end(own.code or watchdog.EXIT_CODE, start=start.start, members=start.members)
             return
         try:
-            problems = self._compare(start) if self._options.check else []
+            problems = self._compare(start)
         except (OSError, HTTPException):
             return  # the node has just been lost: the records are read again
         if problems:
             self._say("preflight: " + "\n  ".join(problems))
             if start.start == 1:
-                self._peers.become(start=1, members=start.members)
-                self._end(EXIT_USER_ERROR)
+                self._end(EXIT_USER_ERROR, start=1, members=start.members)
                 return
             # The job goes on with the nodes that it has had.
             if new := [node for node in start.members if node not in own.members]:
@@ -229,10 +228,10 @@ class Agent:
 
     def _compare(self, start: Record) -> list[str]:
         """Return in what the nodes of a start differ. Raises OSError or HTTPException if one cannot be reached."""
-        until = time.monotonic() + MARK_SECONDS
+        until = time.monotonic() + (MARK_SECONDS if self._options.check else 0)
         with marked(Path(self._facts.disk)) as mark:
             others = [NodeFacts(**self._peers.facts(node, mark, until)) for node in start.members if node != start.node]
-        return find_problems([self._facts, *others])
+        return find_problems([self._facts, *others]) if self._options.check else []
 
     def _start(self, start: Record) -> None:
         self._ranks.start(start, self._stores[start.leader])

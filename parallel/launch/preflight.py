@@ -35,6 +35,7 @@ from parallel.launch.route import find_route, resolve
 from parallel.store import Decisions
 from parallel.world import World
 
+NUM_CLOCK_REQUESTS = 5
 POLL_SECONDS = 0.002
 
 DescribeJob = Callable[[Sequence[str], int | None], Job]  # (the program's arguments, number of ranks if known) -> Job
@@ -103,11 +104,7 @@ def report(store: dist.Store, facts: NodeFacts, num_nodes: int, wait_seconds: fl
     try:
         is_shared = sees(store.get("nodes/mark").decode(), min(MARK_SECONDS, wait_seconds / 2))
         # The clocks are compared before the facts are set: as soon as it has all facts, the first node stops replying.
-        asked = time.time()
-        store.set(f"nodes/asked/{number}", "")
-        there = float(store.get(f"nodes/clock/{number}"))
-        ahead = -seconds_ahead(there, asked, time.time())
-        facts = replace(facts, clock_seconds=ahead, shares_folder=is_shared)
+        facts = replace(facts, clock_seconds=clock_difference(store, number), shares_folder=is_shared)
         store.set(f"nodes/facts/{number}", json.dumps(asdict(facts)))
         store.wait(["nodes/verdict"], timedelta(seconds=2 * wait_seconds))
         return json.loads(store.get("nodes/verdict"))
@@ -121,6 +118,21 @@ def report(store: dist.Store, facts: NodeFacts, num_nodes: int, wait_seconds: fl
             store.add("nodes/num_left", 1)
 
 
+def clock_difference(store: dist.Store, number: int) -> float:
+    """Return the seconds by which this node's clock is ahead of the first node's, by the fastest of several replies.
+
+    The first node may be busy with other nodes.
+    """
+    replies = []
+    for request in range(NUM_CLOCK_REQUESTS):
+        asked = time.time()
+        store.set(f"nodes/asked/{number}/{request}", "")
+        there = float(store.get(f"nodes/clock/{number}/{request}"))
+        replies.append((asked, there, time.time()))
+    asked, there, answered = min(replies, key=lambda reply: reply[2] - reply[0])
+    return -seconds_ahead(there, asked, answered)
+
+
 def collect(
     store: dist.Store, facts: NodeFacts, num_nodes: int, names: Sequence[str], wait_seconds: float, mark: str = ""
 ) -> tuple[list[NodeFacts], list[str]]:
@@ -129,13 +141,14 @@ def collect(
     The other nodes look for the file `mark`, unless it is empty. Returns when all of them have read the verdict.
     """
     store.set("nodes/mark", mark)
-    found, has_time = {0: facts}, set[int]()
+    found, num_replies = {0: facts}, [0] * num_nodes
     deadline = time.monotonic() + wait_seconds
     while len(found) < num_nodes and time.monotonic() < deadline:
         for number in range(1, min(num_nodes, store.add("nodes/number", 0) + 1)):
-            if number not in has_time and store.check([f"nodes/asked/{number}"]):
-                store.set(f"nodes/clock/{number}", repr(time.time()))
-                has_time.add(number)
+            request = f"{number}/{num_replies[number]}"
+            if num_replies[number] < NUM_CLOCK_REQUESTS and store.check([f"nodes/asked/{request}"]):
+                store.set(f"nodes/clock/{request}", repr(time.time()))
+                num_replies[number] += 1
             if number not in found and store.check([f"nodes/facts/{number}"]):
                 found[number] = NodeFacts(**json.loads(store.get(f"nodes/facts/{number}")))
         time.sleep(POLL_SECONDS)

@@ -245,10 +245,28 @@ def store_of_two(**others: str) -> dist.Store:
 
 
 def test_a_node_too_many_leaves_the_others_in_order():
-    store = store_of_two(**{"nodes/number": "3", "nodes/asked/2": ""})
+    store = store_of_two(**{"nodes/number": "3", "nodes/asked/2/0": ""})
     found, problems = collect(store, ALIKE, num_nodes=2, names=[], wait_seconds=WAIT)
     assert ([node.name for node in found], problems) == (["n1", "n2"], [])
-    assert not store.check(["nodes/clock/2"])
+    assert not store.check(["nodes/clock/2/0"])
+
+
+@pytest.mark.parametrize("ahead", [5.0, -5.0, 0.15, 0.0])
+def test_the_clock_of_a_node_is_compared_by_the_fastest_reply(ahead):
+    """The first node reads its clock halfway in the fastest request, and late in the others."""
+    now, seconds = 1000.0, iter([(0.4, 0.1), (0.2, 0.1), (0.05, 0.05), (0.3, 0.0), (0.11, 0.0)])
+
+    def reply(_key: str) -> bytes:
+        nonlocal now
+        before, after = next(seconds)
+        now += before + after
+        return repr(now - after - ahead).encode()
+
+    store = mock.Mock(wraps=dist.HashStore(), get=reply)
+    with mock.patch.object(preflight, "time", mock.Mock(time=lambda: now)):
+        found = preflight.clock_difference(store, 7)
+    assert found == pytest.approx(ahead if abs(ahead) > 0.1 else 0.0)
+    assert next(seconds, None) is None
 
 
 def test_a_node_waits_twice_as_long_for_the_verdict_and_says_if_the_first_has_ended():
