@@ -2,12 +2,12 @@
 
 from collections import defaultdict
 from collections.abc import Callable
-from itertools import combinations
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.lib.array_utils import byte_bounds
 from torch import Tensor, nn
 
 from parallel.errors import ConfigError, check_type
@@ -119,13 +119,19 @@ def _check_storages(params: dict[str, nn.Parameter], buffers: dict[str, Tensor])
         if tensor.layout is torch.strided and tensor.numel():
             by_storage[storage_id(tensor.untyped_storage())][name] = _place(tensor)
     for places in by_storage.values():
-        for (name, place), (other, other_place) in combinations(places.items(), 2):
-            if name in params and np.shares_memory(place, other_place):
-                raise ValueError(
-                    f"{name} and {other} are views of the same memory, and would be two tensors once they are wrapped; "
-                    "assign one Parameter to both modules (`head.weight = embed.weight`), and compute a view of a "
-                    "parameter in forward"
-                )
+        bounds = {name: byte_bounds(place) for name, place in places.items()}
+        before: list[str] = []  # those that may reach beyond the first byte of the next one
+        for name in sorted(places, key=bounds.__getitem__):
+            before = [other for other in before if bounds[other][1] > bounds[name][0]]
+            for other in before:
+                pair = [found for found in places if found in (name, other)]  # parameters first
+                if pair[0] in params and np.shares_memory(places[name], places[other]):
+                    raise ValueError(
+                        f"{' and '.join(pair)} are views of the same memory, and would be two tensors once they are "
+                        "wrapped; assign one Parameter to both modules (`head.weight = embed.weight`), and compute a "
+                        "view of a parameter in forward"
+                    )
+            before.append(name)
 
 
 def _place(tensor: Tensor) -> np.ndarray:

@@ -348,8 +348,8 @@ class ZeroDataParallel(nn.Module):
     def before_step(self, params: Iterable[nn.Parameter]) -> None:
         """Prepare for an update of `params`: end backward, and release the units that are unsharded until a step.
 
-        An optimizer calls this first.
-        Raises ValueError if the module is no longer what was wrapped, and warns of parameters that were added to it.
+        An optimizer calls this first. Raises ValueError if the module is no longer what was wrapped, and warns of
+        parameters that were added to it.
         """
         self._passes.finalize()
         self._guard.check(self.module, params)

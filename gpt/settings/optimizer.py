@@ -58,8 +58,6 @@ class DionSettings:
 
     rank_fraction: Annotated[float, Range(above=0, at_most=1)] = 0.25
     """Columns of the factors of a matrix, as a part of its smaller side. Messages and products grow with it."""
-    message_dtype: Literal["bf16", "fp32", "fp64"] = "bf16"
-    """Data type in which rows of factors are sent to the ranks that add them, and back."""
     lr_factor: Annotated[float, Range(above=0, at_most=1e4)] = 1.0
     """Factor of the learning rate of all matrices, beside sqrt(rows / columns)."""
 

@@ -21,6 +21,7 @@ from parallel.memory_kinds import TensorKind, allocating
 from zero.buckets.bucket import Bucket
 from zero.memory.placement import Offload, Placement
 from zero.optimizers.dion_method import MOMENTUM, RIGHT, DionMethod, column_scales, normalized, orthonormal
+from zero.optimizers.exchange import MOST_BATCH_BYTES
 from zero.optimizers.factors import Factor, Share, shares_of_all
 from zero.optimizers.matrices import Assignment, Matrix
 from zero.optimizers.owned_matrices import OwnedMatrices
@@ -84,12 +85,11 @@ class FactorUpdates(OwnedMatrices):
         """Begin an update; in the first one of a run, owners give Q to the other ranks."""
         super().begin()
         with allocating(TensorKind.BUFFERS):
-            sent, added = self.inner.message_dtype, self.inner.factor_dtype
             if not self._has_rights:
-                self._right.begin(added, added, self._device)
+                self._right.begin(self.inner.factor_dtype, self._device)
                 self._share_rights()
-            self._left.begin(sent, added, self._device)
-            self._right.begin(sent, added, self._device)
+            self._left.begin(self.inner.factor_dtype, self._device)
+            self._right.begin(self.inner.factor_dtype, self._device)  # again: of zeros
 
     def prepare(self, bucket: Bucket, grad: Tensor) -> None:
         """Add a bucket's flat gradient to the momentum of owned elements, and multiply these by Q."""
@@ -111,14 +111,15 @@ class FactorUpdates(OwnedMatrices):
         with allocating(TensorKind.BUFFERS):
             wholes = left.add_up()
             for _, factors in left.batches(wholes):
-                factors.copy_(orthonormal(factors))
+                for some in factors.split(max(1, MOST_BATCH_BYTES // factors[0].nbytes)):
+                    some.copy_(orthonormal(some))
             left.send_back(wholes)
             left.wait()
             for piece, shares in self._shares.items():
                 for share in shares:
-                    own_left = left.held(share.left).to(self.inner.factor_dtype)
+                    own_left = left.held(share.left)
                     rows = share.rows_of(self._momentum(piece), own_left)
-                    right.held(share.right)[:-1].add_(rows.T @ own_left)
+                    right.held(share.right)[:-1].addmm_(rows.T, own_left)
             right.send()
             wholes = right.add_up()
             for numbers, factors in right.batches(wholes):
@@ -130,7 +131,7 @@ class FactorUpdates(OwnedMatrices):
         self._right.wait()
         for number, before in self._rights.items():
             if self._owners[number] != self._shard.rank:
-                right = self._right.held(self._own_rights[number]).to(before)
+                right = self._right.held(self._own_rights[number])
                 before.copy_(normalized(right[:-1], right[-1], before))
         yield True
 
@@ -140,8 +141,8 @@ class FactorUpdates(OwnedMatrices):
             group, momentum = self.group_of(piece), self._momentum(piece)
             self.inner.decay(piece.param, group)
             for share in self._shares[piece]:
-                left = self._left.held(share.left).to(self.inner.factor_dtype)
-                right = self._right.held(share.right).to(left)
+                left = self._left.held(share.left)
+                right = self._right.held(share.right)
                 for runs, product in share.elements(left @ right[:-1].T):
                     self.inner.feed_back(runs.view(momentum), product.to(momentum), group)
                 for runs, update in share.elements(left @ (right[:-1] * right[-1]).T):
@@ -191,7 +192,6 @@ class FactorUpdates(OwnedMatrices):
         scales = column_scales(products, self.inner.if_kept(1.0, products.dtype))
         by_parts[:, :, :-1].mul_((scales != 0)[:, None, None])
         by_parts[:, :, -1] = scales[:, None]
-        by_parts.copy_(by_parts.to(self.inner.message_dtype))  # as the other ranks get it
         for number, parts in zip(numbers, by_parts, strict=True):
             right = self._by_column_parts(number)
             right.copy_(normalized(parts[:, :-1], parts[0, -1], right))

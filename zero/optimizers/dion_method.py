@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from zero.optimizers.matrix_method import MatrixMethod
-from zero.optimizers.muon import ITERATION_DTYPES
+from zero.partition.config import DTYPES
 
 NUM_PASSES = 3
 MOMENTUM, RIGHT = "momentum_buffer", "right_factor"  # names of states
@@ -27,25 +27,29 @@ ROUNDINGS = 32  # a column that is shorter than so many roundings of the longest
 class DionMethod(MatrixMethod):
     """Dion for groups of matrices, and AdamW for groups with update="adamw".
 
-    `rank_fraction` times the smaller side of a matrix, rounded up, is the number of columns of its factors. `momentum`
-    is the part of P R^T that stays in the momentum, and `message_dtype` (bf16, fp32 or fp64) the type in which rows of
-    factors are sent; they are computed in fp32 or fp64.
-    The rate of a matrix is `lr_factor` sqrt(rows / columns) times the learning rate.
+    `rank_fraction` times the smaller side of a matrix, rounded up, is the number of columns of its factors, which are
+    computed and sent in `dtype`, fp32 or fp64. `momentum` is the part of P R^T that stays in the momentum. The rate
+    of a matrix is `lr_factor` sqrt(rows / columns) times the learning rate. Raises ValueError if one is out of range.
+
+    bf16 would not do: of a B that lacks a direction, rounding leaves parts of others in it, of which a length of 1 is
+    made.
     """
 
     method = "dion"
-    own_defaults: ClassVar = {"momentum": 0.95, "rank_fraction": 0.25, "message_dtype": "bf16", "lr_factor": 1.0}
-    common: ClassVar = frozenset({"rank_fraction", "message_dtype"})
+    own_defaults: ClassVar = {"momentum": 0.95, "rank_fraction": 0.25, "dtype": "fp32", "lr_factor": 1.0}
+    common: ClassVar = frozenset({"rank_fraction", "dtype"})
 
-    @property
-    def message_dtype(self) -> torch.dtype:
-        """The data type of what is sent."""
-        return ITERATION_DTYPES[self.defaults["message_dtype"]]
+    def __init__(self, params: Any, **settings: Any):
+        super().__init__(params, **settings)
+        if not 0 < (fraction := self.defaults["rank_fraction"]) <= 1:
+            raise ValueError(f"rank_fraction={fraction} of Dion is not above 0 and at most 1; choose 0.25, for example")
+        if (dtype := self.defaults["dtype"]) not in ("fp32", "fp64"):
+            raise ValueError(f"dtype={dtype!r} of Dion is neither fp32 nor fp64; choose fp32")
 
     @property
     def factor_dtype(self) -> torch.dtype:
-        """The data type in which factors are computed."""
-        return torch.promote_types(self.message_dtype, torch.float32)
+        """The data type of factors."""
+        return torch.float64 if self.defaults["dtype"] == "fp64" else DTYPES["fp32"]
 
     def prepare(self, param: nn.Parameter) -> None:
         """Make the momentum of a stretch."""
@@ -120,8 +124,9 @@ def orthonormal(columns: Tensor) -> Tensor:
     unit = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
     for _ in range(NUM_PASSES):
         gram = x.mT @ x + len(unit) * torch.finfo(x.dtype).eps * unit
-        lower = torch.linalg.cholesky_ex(gram).L
-        x = x @ torch.linalg.solve_triangular(lower, unit.expand_as(lower), upper=False).mT
+        lower, info = torch.linalg.cholesky_ex(gram)
+        found = x @ torch.linalg.solve_triangular(lower, unit.expand_as(lower), upper=False).mT
+        x = torch.where((info == 0)[..., None, None], found, x)  # a pass that fails changes nothing
     return x.to(columns)
 
 

@@ -93,10 +93,9 @@ class Factor:
                 self._numel_of_wholes += shapes[number][0] * shapes[number][1]
             self._joined_numel = self._numel_of_wholes if is_joined else self._joined_numel
 
-    def begin(self, sent: torch.dtype, added: torch.dtype, device: torch.device) -> None:
-        """Begin an update, with zeros in all held rows, which are `sent` and `added` in these types."""
-        self._held = torch.zeros(sum(self._message.sent_numels), dtype=sent, device=device)
-        self._added = added
+    def begin(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Begin an update, with zeros in all held rows."""
+        self._held = torch.zeros(sum(self._message.sent_numels), dtype=dtype, device=device)
         self._received = self._message.receive_buffer(self._held)
 
     def held(self, part: Part) -> Tensor:
@@ -109,7 +108,7 @@ class Factor:
 
     def new_wholes(self) -> Tensor:
         """Return zeros for the whole factors of own matrices."""
-        return self._held.new_zeros(self._numel_of_wholes, dtype=self._added)
+        return self._held.new_zeros(self._numel_of_wholes)
 
     def add_up(self) -> Tensor:
         """Wait for the message, and return the sums of the rows of all ranks, as whole factors of own matrices."""

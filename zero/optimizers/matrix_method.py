@@ -26,9 +26,9 @@ View = Callable[[Tensor], Tensor]
 class MatrixMethod(GroupedAdamW):
     """A method for groups of matrices, and AdamW for the others.
 
-    If the model is split along a tensor axis, the parts of a matrix are put together along it too; with the setting
-    `joins_parts=False` each rank's part is a matrix of its own, which sends nothing along this axis and gives other
-    updates.
+    If the model is split along a tensor axis, the parts of a matrix are put together along it too. Methods with the
+    setting `joins_parts` may be given False: each rank's part then is a matrix of its own, which sends nothing along
+    this axis and gives other updates.
     """
 
     own_atom = MATRIX

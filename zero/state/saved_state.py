@@ -98,7 +98,7 @@ class SavedState:
         self._layouts = [layout_of(buffer) for buffer in description["buffers"]]
         self.parameters = saved_parameters(description)
         self.file = lru_cache(MAX_OPEN_FILES)(lambda rank: TensorFile(rank_file(folder, rank), *on_read))
-        self._kinds = lru_cache(MAX_OPEN_FILES)(_kinds_in)
+        self._kinds: dict[Path, list[str]] = {}
 
     def state_kinds(self, name: str) -> list[str]:
         """Return the kinds of optimizer state of a parameter, such as exp_avg, exp_avg_sq and step."""
@@ -106,7 +106,10 @@ class SavedState:
         if not parameter.elements:
             return []
         file = self._first(parameter, MASTER).file
-        names = {kind: f"{parameter.buffer}.{kind}.{parameter.elements.start}" for kind in self._kinds(file)}
+        if file.path not in self._kinds:
+            self._kinds[file.path] = _kinds_in(file)
+        kinds = self._kinds[file.path]
+        names = {kind: f"{parameter.buffer}.{kind}.{parameter.elements.start}" for kind in kinds}
         return [kind for kind, found in names.items() if found in file.entries]
 
     def scalar(self, name: str, kind: str) -> Tensor | None:
@@ -168,7 +171,8 @@ class SavedState:
                 raise ConfigError(
                     f"{self.folder}: {shown(name)} is {'missing' if found is None else list(found)} there and "
                     f"{list(out.shape)} in this run; resume with the settings of the optimizer that it was saved with, "
-                    "such as Muon.per_repetition, Muon.row_beta or Dion.rank_fraction"
+                    "such as Muon.per_repetition, Muon.row_beta or Dion.rank_fraction, and with the tensor size, if "
+                    "tensor ranks do not divide the matrix"
                 )
             self.file(ranks[name]).load(name, out)
 

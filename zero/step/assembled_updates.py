@@ -1,6 +1,7 @@
 """The updates of what is put together from the pieces of many ranks, if the optimizer declares such atoms.
 
-The optimizer brings them: zero/optimizers/matrix_updates.py has those of matrices.
+The optimizer brings them: zero/optimizers/matrix_updates.py has those of whole matrices, and
+dion.py there those by factors.
 """
 
 from collections.abc import Iterator, Mapping, Sequence, Set

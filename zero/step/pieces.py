@@ -155,9 +155,7 @@ class UnusedParameters:
     def __init__(self, pieces: OwnedPieces, module: nn.Module, *, skips: bool, assembles: bool):
         """Raise ConfigError if it `skips`, and the optimizer `assembles` pieces to matrices."""
         if skips and assembles:
-            raise ConfigError(
-                "skip_unused=True of ZeroOptimizer cannot leave out parts of whole matrices; choose False"
-            )
+            raise ConfigError("skip_unused=True of ZeroOptimizer cannot leave out parts of matrices; choose False")
         self._pieces, self._skips = pieces, skips
         self._names = {param: name for name, param in module.named_parameters() if param in pieces.params}
         self._warns, self._unused = not skips, frozenset[Piece]()
@@ -208,7 +206,11 @@ def as_groups(params: Iterable[Any]) -> Groups:
 
     Raises ValueError if there is no parameter, or if one is in two groups, and TypeError for what is not one.
     """
-    groups = Optimizer(params, {}).param_groups
+    # Copies: torch writes to the dicts that it gets.
+    given = params if isinstance(params, Tensor) else [dict(g) if isinstance(g, dict) else g for g in params]
+    groups = Optimizer(given, {}).param_groups
+    if not any(group["params"] for group in groups):
+        raise ValueError("`groups` has no parameters; leave it out to train all parameters of the model")
     return [{key: value for key, value in group.items() if key != "param_names"} for group in groups]
 
 

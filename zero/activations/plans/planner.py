@@ -110,7 +110,10 @@ class Planner:
         self._known: dict[tuple[Choice, ...], BlockPlan] = {}
 
     def plan(self, num_blocks: int, budget_bytes: float) -> Plan:
-        """Return the plan that adds the least time, within a budget. Raises ConfigError if there is none."""
+        """Return the plan that adds the least time, within a budget; all is kept if it fits.
+
+        Raises ConfigError if there is none.
+        """
         if all("keep" in options for options in self._options):
             everything = self._plan(tuple("keep" for _ in self._options))
             keeps_all = Plan(everything, everything, num_blocks, num_blocks)

@@ -15,7 +15,7 @@ from zero.partition.config import ZeroConfig
 from zero.state.checkpoint import load, save
 
 LR, MOMENTUM = 0.1, 0.8
-SETTINGS = {"lr": LR, "momentum": MOMENTUM, "weight_decay": 0.0, "message_dtype": "fp64"}
+SETTINGS = {"lr": LR, "momentum": MOMENTUM, "weight_decay": 0.0, "dtype": "fp64"}
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -75,6 +75,16 @@ def test_directions_that_a_matrix_lacks_have_no_update():
     unit = column @ row / (column.norm() * row.norm())
     torch.testing.assert_close(step(optimizer, param, column @ row), unit, rtol=0, atol=1e-13)
     assert torch.linalg.matrix_rank(step(optimizer, param, random(6, 8, seed=2)), atol=1e-3) == 6
+
+
+def test_settings_out_of_range_are_refused():
+    for settings, message in (
+        ({"rank_fraction": 0}, "rank_fraction=0 of Dion is not above 0"),
+        ({"rank_fraction": 2.0}, "rank_fraction=2.0 of Dion"),
+        ({"dtype": "bf16"}, "dtype='bf16' of Dion is neither fp32 nor fp64"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Dion([nn.Parameter(torch.zeros(2, 2))], **settings)
 
 
 class Layer(nn.Module):

@@ -199,7 +199,7 @@ def test_no_message_outlives_a_step():
 
 @pytest.mark.parametrize(
     ("kind", "name", "values"),
-    [(Muon, "row_beta", (0.9, 0.5)), (AdamWBf16, "seed", (3, 4)), (Dion, "message_dtype", ("fp64", "fp32"))],
+    [(Muon, "row_beta", (0.9, 0.5)), (AdamWBf16, "seed", (3, 4)), (Dion, "dtype", ("fp64", "fp32"))],
 )
 def test_a_setting_that_groups_have_in_common_is_taken_from_them_and_may_not_differ(kind, name, values):
     found = []
