@@ -13,7 +13,8 @@
 
 Each run is one of `pretrain_gpt.py`, in a folder of OUTPUT. All rates are tried with the first seed on the first
 corpus, and other seeds and corpora have the rate with the lowest loss. Runs that are complete are not repeated, so that
-the same command continues a study. OUTPUT gets tables (study.md), all curves (study.json), and a plot (study.png).
+the same command continues a study. OUTPUT gets tables (study.md), all curves (study.json), and a plot (study.png); with
+--variants these are files of their own.
 """
 
 import argparse
@@ -24,7 +25,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -32,7 +33,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gpt.run_folder.files import read_steps
+from gpt.run_folder.files import CONFIG, read_steps
 from gpt.settings.parser import parse_settings
 from gpt.settings.settings import Settings
 from lab.pages.markdown import table
@@ -54,8 +55,16 @@ class Run:
 
     @property
     def steps(self) -> list[dict[str, Any]]:
-        """The records of the logged steps, none if the run is not complete."""
-        steps = read_steps(Path(self.settings.run.dir))
+        """The records of the logged steps, none if the run is not complete.
+
+        Raises ConfigError if the folder has a run with other settings.
+        """
+        folder = Path(self.settings.run.dir)
+        steps, config = read_steps(folder), folder / CONFIG
+        if steps and config.exists():
+            saved = parse_settings(["--config", str(config)])
+            if replace(saved, run=self.settings.run) != self.settings:
+                raise ConfigError(f"{folder} has a run with other settings; remove it, or choose another --output")
         return steps if steps and steps[-1]["step"] == self.settings.train.steps else []
 
     @property
@@ -99,6 +108,8 @@ class Study:
 
     def __init__(self, path: Path, output: Path, chosen: Sequence[str] = (), more: Sequence[str] = ()):
         found = parse_yaml(path.read_text(), str(path))
+        if missing := {"options", "corpora", "seeds", "variants"} - found.keys():
+            raise ConfigError(f"{path} has no {', '.join(sorted(missing))}; see python -m lab.bench.study --help")
         self._output, self._options, self._more = output, shlex.split(found["options"]), more
         self.corpora: dict[str, str] = found["corpora"]
         self._seeds: list[int] = found["seeds"]
@@ -122,12 +133,10 @@ class Study:
 
     def chosen(self) -> list[Key]:
         """Return the runs of all seeds and corpora at the best of the rates that have been tried."""
-
-        def loss(key: Key) -> float:
-            found = self.run(key).loss
-            return math.inf if found is None or math.isnan(found) else found
-
-        best = [min(keys, key=loss) for _, keys in groupby(self.tried(), key=lambda key: key.variant)]
+        best = [
+            min(keys, key=lambda key: or_infinity(self.run(key).loss))
+            for _, keys in groupby(self.tried(), key=lambda key: key.variant)
+        ]
         others = [(corpus, seed) for corpus in self.corpora for seed in self._seeds]
         return [key._replace(corpus=corpus, seed=seed) for corpus, seed in others for key in best]
 
@@ -190,6 +199,11 @@ class Curves:
         return found
 
 
+def or_infinity(loss: float | None) -> float:
+    """Return a loss, infinity for one that is unknown or NaN: it then is not the lowest."""
+    return math.inf if loss is None or math.isnan(loss) else loss
+
+
 def standard_error(numbers: np.ndarray) -> np.ndarray:
     """Return the standard error of the mean over the first dim, NaN if that has one element."""
     if len(numbers) == 1:
@@ -202,7 +216,7 @@ def rates_table(of_rates: dict[str, dict[float, float]]) -> list[str]:
     rates = sorted({rate for losses in of_rates.values() for rate in losses})
     rows = []
     for name, losses in of_rates.items():
-        best = min(losses, key=losses.__getitem__)
+        best = min(losses, key=lambda rate: or_infinity(losses[rate]))
         cells = {rate: f"**{loss:.3f}**" if rate == best else f"{loss:.3f}" for rate, loss in losses.items()}
         rows.append([name, *(cells.get(rate, "") for rate in rates)])
     return table(["learning rate", *map(str, rates)], rows)
@@ -267,22 +281,27 @@ def draw_curves(found: dict[str, Curves], left: Any, right: Any) -> None:
             right.fill_between(gaps.tokens, mean - error, mean + error, color=line.get_color(), alpha=0.2)
 
 
-def write(study: Study, folder: Path) -> str:
-    """Write the results of the runs that are complete, and return the tables."""
+def write(study: Study, stem: Path) -> str:
+    """Write the results of the runs that are complete, to files `stem`.*, and return the tables."""
     of_rates = study.losses_of_rates()
     of_corpora = {corpus: curves for corpus in study.corpora if (curves := study.curves(corpus))}
     tables = [rates_table(of_rates)] if of_rates else []
     tables += [[f"{corpus}:", "", *seeds_table(curves)] for corpus, curves in of_corpora.items()]
     text = "\n\n".join("\n".join(lines) for lines in tables) + "\n"
     records = [
-        json.dumps(key._asdict() | {name: run.curve(name) for name in ("loss", "validation_loss")})
+        json.dumps(key._asdict() | {name: finite(run.curve(name)) for name in ("loss", "validation_loss")})
         for key in dict.fromkeys([*study.tried(), *study.chosen()])
         if (run := study.run(key)).loss is not None
     ]
-    (folder / "study.json").write_text("[\n" + ",\n".join(records) + "\n]\n")
-    (folder / "study.md").write_text(text)
-    draw(of_rates, of_corpora, folder / "study.png")
+    Path(f"{stem}.json").write_text("[\n" + ",\n".join(records) + "\n]\n")
+    Path(f"{stem}.md").write_text(text)
+    draw(of_rates, of_corpora, Path(f"{stem}.png"))
     return text
+
+
+def finite(curve: Sequence[tuple[int, float]]) -> list[tuple[int, float | None]]:
+    """Return a curve for JSON, which has no NaN."""
+    return [(tokens, value if math.isfinite(value) else None) for tokens, value in curve]
 
 
 def main(words: Sequence[str]) -> None:
@@ -297,7 +316,9 @@ def main(words: Sequence[str]) -> None:
     study = Study(options.study, options.output, options.variants, more)
     if options.processes:
         study.train(options.launch, options.processes)
-    sys.stdout.write(write(study, options.output))
+    # Some of the variants have files of their own, beside those of all.
+    name = "-".join(["study", *options.variants]).replace(" ", "_")
+    sys.stdout.write(write(study, options.output / name))
 
 
 if __name__ == "__main__":

@@ -83,6 +83,24 @@ def test_differences_are_of_equal_seeds_and_tokens():
     assert np.isnan(baseline.tokens_to(0.5)).all()
 
 
+def test_a_run_with_other_settings_is_not_taken_for_one_of_the_study(tmp_path):
+    run(tmp_path, LOSSES)
+    of_study = study.Study(tmp_path / "study.yaml", tmp_path / "runs")
+    first = of_study.run(of_study.tried()[0])
+    config = Path(first.settings.run.dir) / "config.yaml"
+    config.write_text(first.settings.to_yaml())
+    run(tmp_path, {})
+    config.write_text(first.settings.to_yaml().replace("weight_decay: 0.1", "weight_decay: 0.2"))
+    with pytest.raises(ConfigError, match=r"code/adamw/1 has a run with other settings"):
+        run(tmp_path, {})
+
+
+def test_a_rate_that_diverged_is_not_the_best(tmp_path):
+    run(tmp_path, LOSSES | {"code/muon/0.1-1": [9.0, float("nan")]})
+    assert "| muon | nan | **4.000** |" in (tmp_path / "runs/study.md").read_text()
+    assert "NaN" not in (tmp_path / "runs/study.json").read_text()
+
+
 def test_a_variant_that_does_not_exist_is_refused(tmp_path):
     (tmp_path / "study.yaml").write_text(STUDY)
     with pytest.raises(ConfigError, match="has no soap; choose of adamw, muon"):
