@@ -325,7 +325,10 @@ def main(words: Sequence[str], describe_job: DescribeJob, find_problem: FindProb
     # Asked for whenever nodes come or go; the answer takes a moment.
     problem_on = cache(lambda num_nodes: find_problem(arguments, num_nodes, options.num_ranks))
     limits = Limits(
-        options.min_nodes, options.max_restarts, options.max_failures, lambda num_nodes: problem_on(num_nodes) is None
+        min_nodes=options.min_nodes,
+        max_restarts=options.max_restarts,
+        max_failures_of_node=options.max_failures,
+        fits=lambda num_nodes: problem_on(num_nodes) is None,
     )
     if not any(map(limits.fits, range(options.min_nodes, len(names) + 1))):
         raise ConfigError(problem_on(len(names)))

@@ -213,6 +213,18 @@ def test_the_configurations_of_the_papers_table_3_train_alike(corpus, tmp_path, 
     assert records[-1]["hardware_tflops_per_device"] > records[-1]["model_tflops_per_device"], "they recompute"
 
 
+def test_a_model_too_large_for_the_machine_leaves_a_record(corpus, tmp_path):
+    arguments = options(corpus, tmp_path / "run", model__hidden_size=1_000_000)
+    with pytest.raises(ConfigError, match=r"rank 0 ran out of memory after step 0.*rank-0.txt says.*zero.stage=2"):
+        pretrain(parse_settings(arguments), start_world())
+    table = (tmp_path / "run" / "out_of_memory" / "rank-0.txt").read_text()
+    assert "can't allocate memory" in table
+    assert "peak allocated" in table
+    record = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
+    assert record["out_of_memory"] is True
+    assert record["step"] == 0
+
+
 class FailingOperation(TorchDispatchMode):
     """A mode in which a call of an operation finds no memory."""
 

@@ -32,8 +32,12 @@ class TemporaryBytes:
     in_update: int
     constant: int
 
+    @property
+    def total(self) -> int:
+        return self.in_passes + self.in_update + self.constant
 
-def measure(num_layers: int, stage: int, store: str, bucket_numel: int) -> TemporaryBytes:
+
+def measure(num_layers: int, stage: int, store: str, bucket_numel: int | None) -> TemporaryBytes:
     mesh = Mesh.create(tensor_size=1)
     config = ModelConfig(num_layers, 32, 4, seq_length=16, vocab_size=97, dropout=0.0)
     tokens = ReplicatedTokens(mesh.tensor)
@@ -65,11 +69,17 @@ def test_peak_temporaries_do_not_grow_when_the_layers_double():
     rows = [(0, "keep"), (1, "partition_host"), (2, "keep"), (3, "partition_host")]
     found = run_cases(2, measure, [(layers, *row, bucket_numel) for row in rows for layers in (3, 6)])
     num_buckets = 16  # staged, received and cast, at most; a unit's last, smaller bucket is received by itself
-    few_scalars = 16  # that gloo still references
+    few_scalars = 16  # bytes that gloo still references for a moment
     for few, many in zip(itertools.chain(*found[::2]), itertools.chain(*found[1::2]), strict=True):
-        assert many.in_passes == few.in_passes
+        assert abs(many.in_passes - few.in_passes) <= few_scalars
         assert abs(many.in_update - few.in_update) <= few_scalars
         assert max(few.constant, many.constant) <= num_buckets * bucket_numel * 2
+
+
+def test_without_constant_buffers_peak_temporaries_grow():
+    """The setting is there to prevent this; the test above can fail."""
+    (four, *_), (eight, *_) = run_cases(2, measure, [(n, 2, "keep", None) for n in (4, 8)])
+    assert eight.total > 1.5 * four.total
 
 
 @pytest.mark.parametrize(("chunk_tokens", "rows_numel"), [(64, 10**6), (64, 1000), (16, 1000), (1, 1000)])

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel.errors import ConfigError
-from tests.scenarios import STAGE_3, WIDTH, Block, Blocks, Model, Run, mean_square, scenario
+from tests.scenarios import DEFAULT, HOST, STAGE_3, WIDTH, Block, Blocks, Model, Run, mean_square, scenario
 
 CASTS: dict[str, Callable[[Model], object]] = {
     "float": lambda model: model.float(),
@@ -71,6 +71,24 @@ def test_unfreezing_after_wrapping_raises_in_the_step(run: Run) -> None:
         module.blocks[1].requires_grad_(False)
         optimizer.zero_grad()
     run.train(model, optimizer, steps=[3])
+
+
+@scenario(DEFAULT + HOST)
+def test_layers_are_unfrozen_one_after_another(run: Run) -> None:
+    """Unwrap, change and wrap again, with a new optimizer as in plain torch."""
+    module = Blocks()
+    module.requires_grad_(False)
+    for step, thawed in enumerate((module.head, module.blocks[1], module.blocks[0], module.embed)):
+        thawed.requires_grad_(True)
+        model = run.wrap(module)
+        run.train(model, run.optimizer(model), steps=[2 * step, 2 * step + 1])
+        module = model.unwrap()
+        for param in module.parameters():
+            run.record(param)
+            assert param.grad is None or run.is_plain
+            assert type(param) is nn.Parameter
+        run.record(mean_square(module, run.batch(50)))
+    run.train_module(module, steps=[9])
 
 
 @scenario()

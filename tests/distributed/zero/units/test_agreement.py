@@ -109,10 +109,12 @@ def test_ranks_that_wrap_different_modules_are_named(stage: int, differs: str):
 
 
 def build_branches(mesh: Mesh) -> Callable[[list[int]], None]:
-    """Return a function that trains along a route."""
+    """Return a function that trains along a route, or unwraps without one."""
     model = ZeroDataParallel(Branches(), mesh.data, STAGE_3)
 
     def train(route: list[int]) -> None:
+        if not route:
+            model.unwrap()
         model(torch.ones(1, 16), route).backward()
         model.reducer.clear()
 
@@ -336,6 +338,14 @@ def test_a_rank_that_reads_more_parameters_than_another_is_named(more, gathers, 
         assert text.startswith("ranks took different branches of the model: data rank ")
         assert f"gathers blocks.0, then {gathers}" in text
         assert "gathers blocks.0, then begins a forward after 0 micro-batches" in text
+
+
+def test_a_rank_that_unwraps_alone_is_named():
+    """The other one runs a forward."""
+    steps = [[[], ALL[0]]]
+    for text in run_ranks(2, error_of, build_branches, steps, 1):
+        assert text.startswith("ranks are at different points of a step: ")
+        assert "gathers parameters to read them after 0 micro-batches" in text
 
 
 def leave() -> None:

@@ -31,6 +31,21 @@ def step(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> list[str]:
     return [str(warning.message) for warning in caught]
 
 
+def test_a_parameter_that_was_added_is_named_once_and_only_if_it_could_be_trained():
+    model, optimizer = trained()
+    assert step(model, optimizer) == []
+    first, second = model.module
+    first.frozen = nn.Parameter(torch.ones(1), requires_grad=False)
+    assert step(model, optimizer) == []
+    first.added = nn.Parameter(torch.ones(1))
+    (message,) = step(model, optimizer)
+    assert message.startswith("0.added was added after the module was wrapped, and is not trained; call `unwrap()`")
+    assert step(model, optimizer) == []
+    second.later = nn.Parameter(torch.ones(1))
+    (message,) = step(model, optimizer)
+    assert message.startswith("1.later was added")
+
+
 def test_requires_grad_may_be_set_as_it_was():
     model, optimizer = trained()
     weight = model.module[0].weight
