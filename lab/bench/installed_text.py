@@ -33,13 +33,13 @@ def files(folders: Sequence[str], suffixes: tuple[str, ...], names: tuple[str, .
 
 
 def unique_texts(paths: Iterator[Path]) -> dict[str, str]:
-    """Return {hash: text} of the files that are UTF-8."""
+    """Return {hash: text} of the files that may be read and are UTF-8."""
     texts = {}
     for path in paths:
-        content = path.read_bytes()
         try:
+            content = path.read_bytes()
             texts[hashlib.sha256(content).hexdigest()] = content.decode()
-        except UnicodeDecodeError:
+        except (UnicodeDecodeError, PermissionError):
             continue
     return texts
 
