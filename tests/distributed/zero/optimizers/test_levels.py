@@ -19,7 +19,7 @@ from zero.memory.placement import NO_OFFLOAD, OffloadConfig
 from zero.optimizers.adamw_bf16 import AdamWBf16
 from zero.optimizers.muon import Muon
 
-NUM_MICRO_BATCHES = 2
+NUM_MICRO_BATCHES = {2: 2, 4: 2, 8: 3}  # by the number of data ranks: equal ones of the 24 sequences
 OFFLOADS = {
     "none": NO_OFFLOAD,
     "both": OffloadConfig("host"),
@@ -55,7 +55,7 @@ def train(combination: dict) -> dict[str, Tensor]:
     )  # fmt: skip
     start, num_steps, _ = OPTIMIZERS[combination["optimizer"]]
     model, optimizer = start(case)
-    muon.train_steps(model, optimizer, NUM_MICRO_BATCHES, range(num_steps))
+    muon.train_steps(model, optimizer, NUM_MICRO_BATCHES[data_size], range(num_steps))
     return muon.whole_params(model, optimizer.tensor)
 
 
