@@ -13,7 +13,7 @@ from typing import Any, Self
 from data.errors import DataError
 
 TOKENS, INDEX, TOKENIZER = ".bin", ".idx", ".tokenizer.json"  # the files whose checksums are recorded
-OWN_CHECKSUM, UNKNOWN = "crc32", "unknown"
+OWN_CHECKSUM = "crc32"
 COUNTS = ("vocab_size", "eod", "documents", "tokens", "empty", "rejected")
 CHUNK_BYTES = 1 << 24
 
@@ -55,10 +55,10 @@ class Sidecar:
             facts = json.loads(path.read_text(encoding="utf-8"))
             if not isinstance(facts, dict):
                 raise ValueError(f"it is a JSON {type(facts).__name__}, not an object")
-            checksum = facts.pop(OWN_CHECKSUM, UNKNOWN)
+            has_checksum, checksum = OWN_CHECKSUM in facts, facts.pop(OWN_CHECKSUM, None)
             sidecar = cls(**facts)
             sidecar._check_types()
-            if checksum not in (UNKNOWN, _checksum_of(facts)):
+            if has_checksum and checksum != _checksum_of(facts):
                 raise ValueError(
                     f"it was changed since it was written (remove its key {OWN_CHECKSUM} if that was meant)"
                 )

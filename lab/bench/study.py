@@ -70,7 +70,8 @@ class Run:
     @property
     def loss(self) -> float | None:
         """The validation loss after the last step, None if the run is not complete."""
-        return self.steps[-1].get("validation_loss") if self.steps else None
+        steps = self.steps
+        return steps[-1].get("validation_loss") if steps else None
 
     def curve(self, name: str) -> list[tuple[int, float]]:
         """Return (tokens, value) of the logged steps that have a value of this name."""

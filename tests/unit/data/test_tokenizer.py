@@ -163,6 +163,7 @@ FACTS = {"vocab_size": 270, "eod": 0, "tokenizer": "trained", "documents": 1, "t
         ({"eod": 270}, "eod=270 is not below vocab_size=270"),
         ({"vocabulary": 1}, "unexpected keyword argument 'vocabulary'"),
         ({"crc32": 1}, "it was changed since it was written"),
+        ({"crc32": None}, "it was changed since it was written"),
         (None, "it is a JSON list, not an object"),
     ],
     ids=str,

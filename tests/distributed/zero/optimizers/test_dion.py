@@ -12,13 +12,11 @@ from torch import Tensor, nn
 from parallel.mesh import Mesh
 from tests.distributed.zero.optimizers.test_muon import (
     CONFIG,
-    DECAY,
     LLAMA,
-    LR,
     TOLERANCE,
     Case,
     case_of,
-    matrices_in,
+    plain_updates,
     sent_by_axis,
     start,
     train_plain,
@@ -63,16 +61,7 @@ class PlainDion:
 
 @cache
 def train_whole(config=CONFIG, num_steps: int = NUM_STEPS) -> dict[str, Tensor]:
-    plain: dict[tuple[str, int], PlainDion] = {}
-
-    def update(name: str, param: Tensor, grad: Tensor) -> None:
-        param.mul_(1 - LR * DECAY)
-        for number, (own, values) in enumerate(zip(matrices_in(name, param), matrices_in(name, grad), strict=True)):
-            matrix = values.reshape(-1, values.shape[-1])
-            dion = plain.setdefault((name, number), PlainDion(matrix.shape))
-            own.sub_(LR * dion.update(matrix).view(own.shape))
-
-    return train_plain(update, num_steps, config)
+    return train_plain(plain_updates(PlainDion), num_steps, config)
 
 
 def start_dion(case: Case, dtype: str = "fp64"):

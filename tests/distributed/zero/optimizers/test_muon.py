@@ -228,6 +228,20 @@ class PlainCautiousAdamW(torch.optim.AdamW):
                 param.sub_(LR * DECAY * ((old - param) * old >= 0) * old)
 
 
+def plain_updates(kind: Callable[[torch.Size], Any]) -> Callable[[str, Tensor, Tensor], None]:
+    """Return an update for `train_plain`: each matrix has an object of this kind, which makes it of gradients."""
+    of_matrices: dict[tuple[str, int], Any] = {}
+
+    def update(name: str, param: Tensor, grad: Tensor) -> None:
+        param.mul_(1 - LR * DECAY)
+        for number, (own, values) in enumerate(zip(matrices_in(name, param), matrices_in(name, grad), strict=True)):
+            matrix = values.reshape(-1, values.shape[-1])
+            plain = of_matrices.setdefault((name, number), kind(matrix.shape))
+            own.sub_(LR * plain.update(matrix).view(own.shape))
+
+    return update
+
+
 def train_plain(
     update: Callable[[str, Tensor, Tensor], object] | None,
     num_steps: int,

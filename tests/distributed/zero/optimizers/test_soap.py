@@ -10,12 +10,10 @@ from torch import Tensor
 
 from tests.distributed.zero.optimizers.test_muon import (
     BETAS,
-    DECAY,
-    LR,
     TOLERANCE,
     Case,
     is_matrix,
-    matrices_in,
+    plain_updates,
     start,
     start_variant,
     train_plain,
@@ -67,16 +65,7 @@ class PlainSoap:
 
 @cache
 def train_whole() -> dict[str, Tensor]:
-    plain: dict[tuple[str, int], PlainSoap] = {}
-
-    def update(name: str, param: Tensor, grad: Tensor) -> None:
-        param.mul_(1 - LR * DECAY)
-        for number, (own, values) in enumerate(zip(matrices_in(name, param), matrices_in(name, grad), strict=True)):
-            matrix = values.reshape(-1, values.shape[-1])
-            soap = plain.setdefault((name, number), PlainSoap(matrix.shape))
-            own.sub_(LR * soap.update(matrix).view(own.shape))
-
-    return train_plain(update, NUM_STEPS, eps=EPS)
+    return train_plain(plain_updates(PlainSoap), NUM_STEPS, eps=EPS)
 
 
 def start_soap(case: Case):
