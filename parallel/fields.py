@@ -1,8 +1,10 @@
-"""The values that fields of settings accept: each states its type and its range, and `check_fields` holds it to them.
+"""The values that fields of settings accept: each states its type and its range, and `checked` holds it to them.
 
-    steps: Annotated[int, Range(1)] = 1000
-    clip_norm: Annotated[float, Range(above=0, allows_inf=True)] = 1.0
-    decay: Literal["cosine", "linear"] = "cosine"
+    @checked
+    class Schedule:
+        steps: Annotated[int, Range(1)] = 1000
+        peak: Annotated[float, Range(above=0, allows_inf=True)] = 1.0
+        decay: Literal["cosine", "linear"] = "cosine"
 
 Errors and the text of `--help` are made from the same types.
 """
@@ -11,12 +13,14 @@ import math
 import os
 import re
 import reprlib
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, dataclass_transform, get_args, get_origin, get_type_hints
 
 from parallel.errors import ConfigError
+
+T = TypeVar("T")
 
 LARGEST_INT = 2**63 - 1  # of a tensor or of an index
 LARGEST_FLOAT = 1e30  # numbers are read into fp32 tensors, and multiplied there
@@ -95,8 +99,21 @@ class _WrongValueError(Exception):
     """The value has the type of the field, and the message says what is wrong with it."""
 
 
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
+def checked(cls: type[T]) -> type[T]:
+    """Make a class a frozen dataclass whose fields are checked (`check_fields`) before its own `__post_init__`."""
+    check_relations = getattr(cls, "__post_init__", lambda _self: None)
+
+    def __post_init__(self: T) -> None:
+        check_fields(self)
+        check_relations(self)
+
+    cls.__post_init__ = __post_init__  # type: ignore[attr-defined]
+    return dataclass(frozen=True)(cls)
+
+
 def check_fields(instance: Any) -> None:
-    """Check all fields of a dataclass, in its `__post_init__`, and make lists tuples and integers floats as declared.
+    """Check all fields of a dataclass that is made, and make lists tuples and integers floats as declared.
 
     Raise ConfigError, with CLASS.FIELD=VALUE, what is wrong and what to choose, if a value does not suit its field.
     """
@@ -110,7 +127,7 @@ def check_fields(instance: Any) -> None:
 def field_types(cls: Any) -> dict[str, Any]:
     """Return the types of the fields of a dataclass by name, with their ranges."""
     hints = get_type_hints(cls, include_extras=True)
-    return {field.name: hints[field.name] for field in fields(cls)}
+    return {each.name: hints[each.name] for each in fields(cls)}
 
 
 def convert(name: str, hint: Any, value: Any) -> Any:

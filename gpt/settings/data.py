@@ -1,12 +1,11 @@
 """Settings of the training data."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 from parallel.errors import ConfigError
-from parallel.fields import FilePath, Range, check_fields
+from parallel.fields import FilePath, Range, checked
 
 Share = Annotated[float, Range(0, 1e9)]
 
@@ -20,7 +19,7 @@ def check_names(option: str, names: Sequence[str]) -> None:
         )
 
 
-@dataclass(frozen=True)
+@checked
 class DataSettings:
     """The training data: token files written by `python -m data.prepare`."""
 
@@ -41,7 +40,6 @@ class DataSettings:
     padding, and only those that are longer than a sample are cut. best_fit needs data.mask_documents=true."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
         check_names("DataSettings.validation", [Path(prefix).name for prefix in self.validation])
         if self.packing == "best_fit" and not self.mask_documents:
             raise ConfigError(

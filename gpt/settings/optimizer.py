@@ -1,15 +1,15 @@
 """Settings of the optimizer."""
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Annotated, Literal
 
 from parallel.errors import ConfigError
-from parallel.fields import Positive, Range, check_fields
+from parallel.fields import Positive, Range, checked
 
 BelowOne = Annotated[float, Range(0, below=1)]
 
 
-@dataclass(frozen=True)
+@checked
 class MuonSettings:
     """Muon, which updates the matrices inside of the blocks. Embeddings, norms and biases are updated by AdamW."""
 
@@ -33,11 +33,8 @@ class MuonSettings:
     """Put the parts of a matrix that tensor ranks have together; false: make each part orthogonal by itself, which
     sends nothing along the tensor axis, and gives updates that depend on the tensor size."""
 
-    def __post_init__(self) -> None:
-        check_fields(self)
 
-
-@dataclass(frozen=True)
+@checked
 class SoapSettings:
     """SOAP, which updates the matrices inside of the blocks. Embeddings, norms and biases are updated by AdamW."""
 
@@ -48,11 +45,8 @@ class SoapSettings:
     lr_factor: Annotated[float, Range(above=0, at_most=1e4)] = 1.0
     """Factor of the learning rate of all matrices."""
 
-    def __post_init__(self) -> None:
-        check_fields(self)
 
-
-@dataclass(frozen=True)
+@checked
 class DionSettings:
     """Dion, which updates the matrices inside of the blocks. Embeddings, norms and biases are updated by AdamW."""
 
@@ -61,11 +55,8 @@ class DionSettings:
     lr_factor: Annotated[float, Range(above=0, at_most=1e4)] = 1.0
     """Factor of the learning rate of all matrices, beside sqrt(rows / columns)."""
 
-    def __post_init__(self) -> None:
-        check_fields(self)
 
-
-@dataclass(frozen=True)
+@checked
 class OptimizerSettings:
     """The optimizer; weight decay is for matrices and embeddings only, gradients are clipped by global norm."""
 
@@ -103,7 +94,6 @@ class OptimizerSettings:
     """The settings of dion."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
         if self.implementation == "apex" and (self.name != "adamw" or self.cautious_decay):
             raise ConfigError(
                 f"OptimizerSettings.implementation=apex has AdamW only, and name={self.name}, "

@@ -1,16 +1,15 @@
 """Settings of what a run writes, how it ends, what guards it, and of profiles and dry runs."""
 
 import hashlib
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
 
 from parallel.errors import ConfigError
-from parallel.fields import FilePath, NonNegative, Positive, Range, Ranks, check_fields
+from parallel.fields import FilePath, NonNegative, Positive, Range, Ranks, checked
 
 
-@dataclass(frozen=True)
+@checked
 class CheckpointSettings:
     """Checkpoints, which are written to run.dir/checkpoints and from which a run resumes."""
 
@@ -37,7 +36,6 @@ class CheckpointSettings:
     """Folder for snapshots on each node, in a file system that is in memory."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
         if self.keep_every and (not self.every or self.keep_every % self.every):
             raise ConfigError(
                 f"CheckpointSettings.keep_every={self.keep_every} is not a multiple of every={self.every}; choose "
@@ -50,7 +48,7 @@ class CheckpointSettings:
         return Path(self.snapshot_dir) / f"{path.name}-{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
 
 
-@dataclass(frozen=True)
+@checked
 class GuardSettings:
     """The response to bad losses, which are not finite or spike, and the comparison of replicas."""
 
@@ -74,16 +72,13 @@ class GuardSettings:
     gradients; master weights and optimizer states are checked in every step. 0: never. Needs
     train.reproducible=layout."""
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-
     @property
     def checks_losses(self) -> bool:
         """True if the loss of each step has to be checked; a step with a non-finite gradient is skipped in any case."""
         return self.policy != "skip" or self.spike_factor is not None
 
 
-@dataclass(frozen=True)
+@checked
 class RunSettings:
     """The folder of the run, what is written there, and how long a run may hang."""
 
@@ -99,12 +94,11 @@ class RunSettings:
     """Also write the metrics for TensorBoard, to run.dir/tensorboard."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
         if self.tensorboard and find_spec("tensorboard") is None:
             raise ConfigError("RunSettings.tensorboard=true needs a package; pip install tensorboard, or choose false")
 
 
-@dataclass(frozen=True)
+@checked
 class WandbSettings:
     """Logging to Weights & Biases."""
 
@@ -120,11 +114,8 @@ class WandbSettings:
     tags: tuple[str, ...] = ()
     """Tags of the run, to find it by."""
 
-    def __post_init__(self) -> None:
-        check_fields(self)
 
-
-@dataclass(frozen=True)
+@checked
 class ProfileSettings:
     """A profile of a few steps, which shows where their time is spent, and a check of their order."""
 
@@ -140,12 +131,11 @@ class ProfileSettings:
     for each pair: for changes of the code, in runs on CPUs and dry runs. Steps take several times as long."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
         if self.steps is not None and self.steps[0] > self.steps[1]:
             raise ConfigError(f"ProfileSettings.steps={list(self.steps)}: the first is after the last; choose [10, 12]")
 
 
-@dataclass(frozen=True)
+@checked
 class DryRunSettings:
     """A dry run: a few steps of one rank of any world, on tensors without values, to see memory, traffic and time."""
 
@@ -162,7 +152,6 @@ class DryRunSettings:
     """File to write the projected timeline to, for Perfetto or chrome://tracing; needs dry_run.cluster."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
         if self.world_size is not None and self.rank >= self.world_size:
             raise ConfigError(
                 f"DryRunSettings.rank={self.rank} is not one of the {self.world_size} ranks; choose 0 to "

@@ -11,18 +11,17 @@ The progress of a run is these two integers, which advance even if an overflow s
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from parallel.errors import ConfigError
-from parallel.fields import Range, check_fields
+from parallel.fields import Range, checked
 
 # So that the samples of a run, steps x batch size, are less than 2**63.
 NumSteps = Annotated[int, Range(1, 10**12)]
 BatchSize = Annotated[int, Range(1, 2**20)]
 
 
-@dataclass(frozen=True)
+@checked
 class ScheduleConfig:
     """The learning rate over the steps of a run: it rises to optimizer.lr and falls to min_lr."""
 
@@ -39,7 +38,6 @@ class ScheduleConfig:
     """Steps of the decay, which ends at decay_steps; for wsd only."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
         if self.decay == "wsd" and not self.wsd_decay_steps:
             raise ConfigError("ScheduleConfig.wsd_decay_steps=null, and decay=wsd needs it; choose 1 or more")
 
@@ -91,7 +89,7 @@ def _decay_span(config: ScheduleConfig, num_steps: int) -> tuple[int, int]:
     return latest_start if config.decay == "wsd" else config.warmup_steps, end
 
 
-@dataclass(frozen=True)
+@checked
 class RampUpConfig:
     """A batch that grows by `increment` at equal intervals over the first `samples` samples, as in Megatron-LM."""
 
@@ -102,11 +100,8 @@ class RampUpConfig:
     samples: Annotated[int, Range(1, 10**18)]
     """Samples after which the batch has reached global_batch_size."""
 
-    def __post_init__(self) -> None:
-        check_fields(self)
 
-
-@dataclass(frozen=True)
+@checked
 class BatchConfig:
     """The number of sequences in a step, and in each micro-batch of it."""
 
@@ -118,7 +113,6 @@ class BatchConfig:
     """Start with a smaller batch and grow to global_batch_size; null: use global_batch_size from the first step on."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
         if self.ramp_up:
             self._check_ramp_up(self.ramp_up)
 

@@ -5,7 +5,7 @@ docstrings the text of `pretrain_gpt.py --help` is made.
 """
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
 import yaml
@@ -24,7 +24,7 @@ from gpt.settings.schedule import ScheduleConfig
 from gpt.settings.training import ParallelSettings, TrainSettings
 from gpt.shape.config import ModelConfig
 from parallel.errors import ConfigError
-from parallel.fields import check_fields
+from parallel.fields import checked
 from zero.activations.checkpointed_blocks import ActivationsConfig
 from zero.fp8.scaling import RECIPES
 from zero.memory.placement import OffloadConfig
@@ -32,7 +32,7 @@ from zero.optimizers.adamw8bit import BLOCK
 from zero.partition.config import ZeroConfig
 
 
-@dataclass(frozen=True)
+@checked
 class Settings:
     """GPT pretraining with ZeRO. Every option may also be set in a YAML file; options on the command line win."""
 
@@ -53,7 +53,6 @@ class Settings:
     dry_run: DryRunSettings = field(default_factory=DryRunSettings)
 
     def __post_init__(self) -> None:
-        check_fields(self)
         if self.train.is_same_on_any_layout:
             blocks = self.train.reproducible_blocks
             parts = self.parallel.context_size

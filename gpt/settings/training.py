@@ -1,6 +1,6 @@
 """Settings of the mesh, and of the length, the batches and the precision of a run."""
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -9,14 +9,14 @@ import torch
 from gpt.settings.data import check_names
 from gpt.settings.schedule import BatchConfig, BatchSize, NumSteps, RampUpConfig
 from parallel.errors import ConfigError
-from parallel.fields import FilePath, NonNegative, Positive, Range, Ranks, check_fields
+from parallel.fields import FilePath, NonNegative, Positive, Range, Ranks, checked
 from zero.fp8.scaling import RecipeName
 from zero.partition.config import DTYPES, DtypeName
 
 LossScale = Annotated[float, Range(2.0**-32, 2.0**64)]
 
 
-@dataclass(frozen=True)
+@checked
 class ParallelSettings:
     """The sizes of the mesh axes: tensor_size ranks share one copy of the model, and the copies form the data axis."""
 
@@ -34,11 +34,8 @@ class ParallelSettings:
     """Allow the ranks of one tensor group to be on several nodes, as in the ZeRO paper's baseline. Links between nodes
     are many times slower."""
 
-    def __post_init__(self) -> None:
-        check_fields(self)
 
-
-@dataclass(frozen=True)
+@checked
 class LossScaleSettings:
     """The factor on the loss that keeps small gradients from becoming zero in fp16. Other precisions do not use it."""
 
@@ -55,14 +52,13 @@ class LossScaleSettings:
     """Consecutive steps with overflow after which the scale is halved."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
         if self.minimum > self.initial:
             raise ConfigError(
                 f"LossScaleSettings.minimum={self.minimum} is above initial={self.initial}; choose 1 and 65536"
             )
 
 
-@dataclass(frozen=True)
+@checked
 class Fp8Settings:
     """Products of the linear layers of blocks in FP8. Embeddings, the head and attention keep train.precision."""
 
@@ -80,15 +76,12 @@ class Fp8Settings:
     keep_last: NonNegative = 0
     """The last blocks that keep train.precision."""
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-
     def takes(self, name: str, num_blocks: int) -> bool:
         """Return whether a part of a GPT of so many blocks, such as "blocks.0.mlp.up", is in one that uses FP8."""
         return name.startswith("blocks.") and self.keep_first <= int(name.split(".")[1]) < num_blocks - self.keep_last
 
 
-@dataclass(frozen=True)
+@checked
 class TrainSettings:
     """The length of the run, its batches, its precision, and what is logged and evaluated."""
 
@@ -158,7 +151,6 @@ class TrainSettings:
     """Texts that the model continues; null: the first tokens of three sequences of the validation split."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
         check_names("TrainSettings.tasks", [Path(path).stem for path in self.tasks])
         if self.matmul == "fp8" and self.precision == "fp16":
             raise ConfigError(

@@ -2,18 +2,18 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Annotated, Any, Literal
 
 from parallel.errors import ConfigError
-from parallel.fields import Positive, Range, check_fields
+from parallel.fields import Positive, Range, checked
 from parallel.mesh import Axis
 from parallel.tensor.layers import part_of
 
 ROWS_PER_UNIT = {"gelu": 1, "relu2": 1, "swiglu": 2}  # of the up projection: SwiGLU's has a gate for each unit
 
 
-@dataclass(frozen=True)
+@checked
 class RopeScaling:
     """Llama 3's scaling of the frequencies of rotary positions, for sequences longer than those of its pretraining."""
 
@@ -27,7 +27,6 @@ class RopeScaling:
     """Length of the sequences of the first pretraining."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
         if self.low_freq_factor >= self.high_freq_factor:
             raise ConfigError(
                 f"model.rope_scaling.low_freq_factor={self.low_freq_factor} is not below "
@@ -35,7 +34,7 @@ class RopeScaling:
             )
 
 
-@dataclass(frozen=True)
+@checked
 class ModelConfig:
     """The shape of the model. The defaults are those of GPT-2; configs/models has Llama's, Qwen 3's and Mistral's."""
 
@@ -97,7 +96,6 @@ class ModelConfig:
     that a wider model has more heads."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
         if self.head_dim is None and self.hidden_size % self.num_heads:
             next_multiple = math.ceil(self.hidden_size / self.num_heads) * self.num_heads
             raise ConfigError(

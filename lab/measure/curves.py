@@ -2,20 +2,19 @@
 
 from bisect import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import exp, log
 from typing import Annotated, Self
 
 import torch
 
 from parallel.errors import ConfigError
-from parallel.fields import Range, check_fields
+from parallel.fields import Range, checked
 
 Size = Annotated[float, Range(above=0, at_most=1e18)]
 Seconds = Annotated[float, Range(above=0, at_most=1e9)]
 
 
-@dataclass(frozen=True)
+@checked
 class Curve:
     """The seconds of an operation with several sizes of its data, the smallest one first."""
 
@@ -24,7 +23,6 @@ class Curve:
     seconds: tuple[Seconds, ...]
 
     def __post_init__(self) -> None:
-        check_fields(self)
         if not len(self.num_bytes) == len(self.seconds) > 0 or list(self.num_bytes) != sorted(set(self.num_bytes)):
             raise ConfigError(
                 f"the curve {self.name!r} has {len(self.num_bytes)} num_bytes and {len(self.seconds)} seconds; give as "

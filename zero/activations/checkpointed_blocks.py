@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from parallel.errors import ConfigError
-from parallel.fields import Positive, check_fields
+from parallel.fields import Positive, checked
 from parallel.mesh import Axis, Work
 from parallel.tensor.blocks import Recomputation, RunBlock, run_in_order
 from zero.activations.choice import Hardware, Rate
@@ -29,7 +29,7 @@ from zero.memory.streams import SideStream
 StoreChoice = Literal["none", "selective", StoreName, "auto", "planned"]
 
 
-@dataclass(frozen=True)
+@checked
 class ActivationsConfig:
     """The activations that a training step keeps between forward and backward, and where it keeps them."""
 
@@ -48,9 +48,6 @@ class ActivationsConfig:
     budget_gb: Rate | None = None
     """With store=planned: what the blocks allocate at most from forward to backward, in 1e9 bytes on each device; null:
     what model states leave of its memory."""
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     @property
     def recomputes(self) -> Recomputation:

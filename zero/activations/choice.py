@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Annotated
 
-from parallel.fields import Range, check_fields
+from parallel.fields import Range, checked
 from zero.activations.stores import STORES, StoreName, stored_bytes
 
 USABLE_FRACTION = 0.85  # of a device's memory: CUDA, communication libraries and fragmentation take the rest
@@ -23,7 +23,7 @@ USABLE_FRACTION = 0.85  # of a device's memory: CUDA, communication libraries an
 Rate = Annotated[float, Range(above=0, at_most=1e9)]
 
 
-@dataclass(frozen=True)
+@checked
 class Hardware:
     """A device of the cluster, and the bandwidths of its links in one direction; by default a V100 in a DGX-2."""
 
@@ -39,9 +39,6 @@ class Hardware:
     """Bandwidth between data-parallel ranks, in 1e9 bytes per second: one device's part of its node's network."""
     host_gb_per_second: Rate = 15.75
     """Bandwidth between a device and its host, in 1e9 bytes per second."""
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ On a CPU both are host memory: the same copies are made, in the same order.
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated, Literal
 
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from parallel.errors import MemoryLimitError
-from parallel.fields import Positive, Range, check_fields
+from parallel.fields import Positive, Range, checked
 from parallel.memory_kinds import TensorKind, allocating, tagged
 from parallel.mesh import Work
 from parallel.torch_internals import storage_id
@@ -39,7 +38,7 @@ class Placement(Enum):
     HOST = "host memory, pinned if the device is a GPU"
 
 
-@dataclass(frozen=True)
+@checked
 class OffloadConfig:
     """The model states that are stored in host memory: none, all of `states`, or those that do not fit elsewhere."""
 
@@ -58,9 +57,6 @@ class OffloadConfig:
     """auto: the smallest chunk size to try, in 2**20 elements."""
     search_range_m: Annotated[float, Range(0, 2**20)] = 32.0
     """auto: how far above the smallest size to search, in 2**20 elements."""
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     @property
     def offloaded_states(self) -> set[State]:

@@ -1,16 +1,16 @@
 """Types and ranges of fields: what is accepted, what is refused, and how it is explained."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import pytest
 
 from parallel.errors import ConfigError
-from parallel.fields import NonNegative, PathLength, Positive, Range, check_fields, shown
+from parallel.fields import NonNegative, PathLength, Positive, Range, checked, shown
 
 
-@dataclass(frozen=True)
+@checked
 class Tree:
     """Fields of all types that settings have."""
 
@@ -29,9 +29,6 @@ class Tree:
     ranks: tuple[NonNegative, ...] = (0,)
     ratio: float = 0.0
     mode: Literal[True, "auto", 2] = "auto"
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 @pytest.mark.parametrize(
