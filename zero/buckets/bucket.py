@@ -125,7 +125,7 @@ class ParamShard:
         if self.placement is Placement.ACCELERATOR:
             return outer.all_gather(self.owned, out=self.group_shard)
         buffers = self._offload.relays
-        buffer = buffers.take(self.group_shard)
+        buffer = buffers.take(self.group_shard.dtype, self.group_shard.numel())
         shard = buffer[: self.group_shard.numel()]
         own = self._ranges.owned_of(shard)
         gathered = self._offload.to_accelerator(self.owned, own, partial(outer.all_gather, own, out=shard))

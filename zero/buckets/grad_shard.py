@@ -19,7 +19,7 @@ from parallel.memory_kinds import TensorKind
 from parallel.mesh import Work
 from zero.buckets.leaf_blocks import BlockSums
 from zero.memory.placement import Offload, Placement
-from zero.memory.staging import StagingPool, free_storage, restore_storage
+from zero.memory.staging import BufferPool, free_storage, restore_storage
 from zero.partition.layout import cut, overlap
 from zero.partition.stage import GradientTypes, Levels, Lifetime, ShardingPolicy
 
@@ -165,7 +165,7 @@ class GradShard:
         self.owned = self._ranges.owned_of(self.group_shard)
         self.free_owned()
 
-    def write(self, param: nn.Parameter, grad: Tensor, scale: float, pool: StagingPool) -> None:
+    def write(self, param: nn.Parameter, grad: Tensor, scale: float, pool: BufferPool) -> None:
         """Write, or add, `scale` times the elements of a flat gradient that are in this bucket."""
         self._begin_to_fill(pool)
         staged = self._view(self._ranges.parts[param])
@@ -175,7 +175,7 @@ class GradShard:
         else:
             staged.add_(grad, alpha=scale)
 
-    def finish(self, pool: StagingPool) -> Tensor:
+    def finish(self, pool: BufferPool) -> Tensor:
         """Fill with zeros what no gradient has been written to; return the message, which the caller reduces next."""
         values = self._fill(pool)
         if self.path.persists:
@@ -186,7 +186,7 @@ class GradShard:
         self._cast = pool.take(self.path.types.reduce)
         return self._message(self._ranges.elements).copy_(values)
 
-    def unstage(self, pool: StagingPool) -> None:
+    def unstage(self, pool: BufferPool) -> None:
         """Discard the full gradients, and return their memory to the pool unless it persists."""
         self.staging = Staging.FREE
         if self._cast is not None:
@@ -196,7 +196,7 @@ class GradShard:
             pool.put_back(self.staged, self.host_copy)
             self.staged = None
 
-    def end_block(self, pool: StagingPool) -> None:
+    def end_block(self, pool: BufferPool) -> None:
         """Keep the full gradients, which persist, as the sum of a block of micro-batches; the next ones begin anew."""
         self.push_block(self._fill(pool))
         self.staging = Staging.FREE
@@ -263,7 +263,7 @@ class GradShard:
                 if elements := overlap(self.parts[param], own):
                     cut(tensor, elements, own.start).zero_()
 
-    def _begin_to_fill(self, pool: StagingPool) -> None:
+    def _begin_to_fill(self, pool: BufferPool) -> None:
         if self.staging is not Staging.FREE:
             return
         if self.staged is None:
@@ -273,7 +273,7 @@ class GradShard:
             self._view(gap).zero_()
         self._unwritten, self.staging = set(self._ranges.parts), Staging.FILLING
 
-    def _fill(self, pool: StagingPool) -> Tensor:
+    def _fill(self, pool: BufferPool) -> Tensor:
         """Return the full gradients, with zeros where none was written."""
         self._begin_to_fill(pool)
         for param in self._unwritten:

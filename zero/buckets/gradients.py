@@ -5,7 +5,7 @@
     Passes             takes it from autograd as it arrives, and begins the backward         `param.grad`
     GradientReducer    finds its buckets; reduces each one when it is complete and its turn has come
     GradShard          writes it to the full gradients of a bucket, and casts these          `staged`, message
-    Reductions         launches and receives; the StagingPool has the memory that does not persist
+    Reductions         launches and receives; the BufferPool has the memory that does not persist
     Axis               reduce-scatter in the group, and, once a step, a reduction between groups: the sum replaces
                        the shard of the message (sums in fp32 by way of receive buffers)     `message_shard`
     GradShard          sets, or adds to, the shard, times 1/N (after the groups' sum)    `group_shard`, `owned`

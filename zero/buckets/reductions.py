@@ -25,12 +25,13 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from parallel.memory_kinds import TensorKind
 from parallel.mesh import Axis, Work
 from zero.buckets.bucket import Bucket
 from zero.buckets.grad_shard import GradShard, Held, scale_into
 from zero.buckets.leaf_blocks import LeafOrder
 from zero.memory.placement import Offload, Placement
-from zero.memory.staging import StagingPool
+from zero.memory.staging import BufferPool
 from zero.memory.streams import SideStream
 from zero.partition.config import NUM_STAGED, ZeroConfig
 from zero.partition.stage import Levels
@@ -102,9 +103,10 @@ class Reductions:
         paths = [bucket.grads.path for bucket in buckets]
         counts = Counter(path.types.reduce for path in paths if not path.persists or path.casts_message)
         counts = Counter({dtype: min(n, 1 + self._max_in_flight) for dtype, n in counts.items()})
-        self.staging = StagingPool(max((len(b.elements) for b in buckets), default=0), counts, offload)
-        casts = {path.types.accumulate: 1 for path in paths if path.casts_for_host}
-        self.host_staging = StagingPool(max((len(b.group_shard) for b in buckets), default=0), casts, offload)
+        allocate = partial(offload.new, Placement.ACCELERATOR, TensorKind.BUFFERS)
+        self.staging = BufferPool(allocate, max((len(b.elements) for b in buckets), default=0), counts.elements())
+        casts = {path.types.accumulate for path in paths if path.casts_for_host}
+        self.host_staging = BufferPool(allocate, max((len(b.group_shard) for b in buckets), default=0), casts)
 
     def write(self, grads: GradShard, param: nn.Parameter, values: Tensor) -> None:
         """Write the elements of a flat gradient that are in one bucket."""

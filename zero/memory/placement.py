@@ -8,7 +8,6 @@
 On a CPU both are host memory: the same copies are made, in the same order.
 """
 
-from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from typing import Annotated, Literal
@@ -21,13 +20,13 @@ from parallel.fields import Positive, Range, checked
 from parallel.memory_kinds import TensorKind, allocating, tagged
 from parallel.mesh import Work
 from parallel.torch_internals import storage_id
+from zero.memory.staging import Allocate, BufferPool
 from zero.memory.streams import SideStream
 
 NUM_BUFFERS = 2  # on the way from one memory to the other: one is filled while the other is copied
 
 Mode = Literal["accelerator", "host", "auto"]
 State = Literal["optimizer", "parameters"]
-Allocate = Callable[[int, torch.dtype], Tensor]  # (number of elements, dtype) -> flat tensor, not initialized
 Allocator = Callable[[torch.device, TensorKind], Allocate]
 
 
@@ -98,44 +97,18 @@ def host_allocator(device: torch.device, kind: TensorKind) -> Allocate:
 ALLOCATORS = {Placement.ACCELERATOR: device_allocator, Placement.HOST: host_allocator}
 
 
-class FewBuffers:
-    """The buffers of each dtype that take turns in one memory: `NUM_BUFFERS`, as long as what was asked for."""
-
-    def __init__(self, allocate: Allocate):
-        self._allocate = allocate
-        self._in_turn: defaultdict[torch.dtype, deque[tuple[Tensor, Work]]] = defaultdict(deque)
-
-    def take(self, like: Tensor) -> Tensor:
-        """Return a buffer, not initialized, at least as long as `like`; wait for the last use of an earlier one."""
-        in_turn = self._in_turn[like.dtype]
-        if len(in_turn) == NUM_BUFFERS:
-            buffer, last_use = in_turn.popleft()
-            last_use.wait()
-            if buffer.numel() >= like.numel():
-                return buffer
-        return self._allocate(like.numel(), like.dtype)
-
-    def put_back(self, buffer: Tensor, last_use: Work) -> None:
-        """Return a buffer; `last_use` is waited for before it is taken again."""
-        self._in_turn[buffer.dtype].append((buffer, last_use))
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of the buffers that are not taken."""
-        return sum(buffer.nbytes for in_turn in self._in_turn.values() for buffer, _ in in_turn)
-
-
 class Offload:
     """The two memories of a rank: allocates in either, and launches copies between them on side streams."""
 
     def __init__(self, device: torch.device, config: OffloadConfig = NO_OFFLOAD):
         self.device, self.config = device, config
         self._to_host, self._to_accelerator = SideStream(device), SideStream(device)
-        self._casts = FewBuffers(host_allocator(device, TensorKind.BUFFERS))  # on their way to the accelerator
-        self.relays = FewBuffers(device_allocator(device, TensorKind.BUFFERS))
+        on_host = host_allocator(device, TensorKind.BUFFERS)
+        self._reads = BufferPool(on_host, num_in_turn=NUM_BUFFERS)
+        self._casts = BufferPool(on_host, num_in_turn=NUM_BUFFERS)  # on their way to the accelerator
+        self.relays = BufferPool(device_allocator(device, TensorKind.BUFFERS), num_in_turn=NUM_BUFFERS)
         """For what is stored on the host, and communicated on the accelerator."""
         self._landing: dict[int, Work] = {}  # the last copy to each storage in host memory
-        self._reads = FewBuffers(host_allocator(device, TensorKind.BUFFERS))
 
     def new(self, placement: Placement, kind: TensorKind, numel: int, dtype: torch.dtype) -> Tensor:
         """Return a flat tensor, not initialized."""
@@ -165,7 +138,7 @@ class Offload:
         """
         cast = None
         if source.dtype != out.dtype:
-            cast = self._casts.take(out)
+            cast = self._casts.take(out.dtype, out.numel())
             source = cast[: source.numel()].copy_(source)
         with self._to_accelerator.context():
             if landing := self._landing.pop(storage_id(source.untyped_storage()), None):
@@ -208,7 +181,7 @@ class Offload:
 
     def _start_read(self, source: Tensor) -> tuple[Tensor, Work]:
         """Launch a copy to one of a few pinned buffers; return it with a `Work` that blocks the host."""
-        buffer = self._reads.take(source)
+        buffer = self._reads.take(source.dtype, source.numel())
         self._reads.put_back(buffer, Work())  # its turn comes again after that of the other one
         copy = buffer[: source.numel()]
         self.to_host(source, copy)

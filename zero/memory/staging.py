@@ -1,15 +1,15 @@
-"""Memory that is freed and allocated again: storages, and the pool that transient full gradients pass through (C_B)."""
+"""Memory that is freed and allocated again: storages, and pools of a few buffers (C_B)."""
 
 import warnings
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
-from parallel.memory_kinds import TensorKind
 from parallel.mesh import Work
-from zero.memory.placement import Offload, Placement
+
+Allocate = Callable[[int, torch.dtype], Tensor]  # (number of elements, dtype) -> flat tensor, not initialized
 
 
 def free_storage(tensor: Tensor) -> None:
@@ -34,40 +34,47 @@ def restore_storage(tensor: Tensor) -> None:
         tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
 
 
-class StagingPool:
-    """Buffers, each large enough for any bucket of its dtype: one fills while others are reduced.
+class BufferPool:
+    """Buffers of each dtype: one is filled while others are still read.
 
-    `counts` of each dtype are allocated at once, before activations fragment the memory; more are added if
-    gradients arrive in another order than that of the layout.
+    Those of `dtypes` are allocated at once, before activations fragment the memory; more are added when they are
+    needed. A buffer is taken again when `num_in_turn` are free, and has at least `least_numel` elements.
     """
 
-    def __init__(self, buffer_numel: int, counts: Mapping[torch.dtype, int], offload: Offload):
-        self._buffer_numel, self._offload = buffer_numel, offload
+    def __init__(
+        self,
+        allocate: Allocate,
+        least_numel: int = 0,
+        dtypes: Iterable[torch.dtype] = (),
+        num_in_turn: int = 1,
+    ):
+        self._allocate, self._least_numel, self._num_in_turn = allocate, least_numel, num_in_turn
         self._free: defaultdict[torch.dtype, deque[tuple[Tensor, Work]]] = defaultdict(deque)
-        self.num_bytes = 0  # when all buffers are in use
-        for dtype, number in counts.items():
-            self._free[dtype].extend((self._new_buffer(dtype), Work()) for _ in range(number))
+        for dtype in dtypes:
+            self.put_back(allocate(least_numel, dtype), Work())
 
-    def take(self, dtype: torch.dtype) -> Tensor:
-        """Return a buffer, not initialized."""
-        if not self._free[dtype]:
-            return self._new_buffer(dtype)
-        buffer, last_read = self._free[dtype].popleft()
-        last_read.wait()
-        restore_storage(buffer)
-        return buffer
+    def take(self, dtype: torch.dtype, numel: int = 0) -> Tensor:
+        """Return a buffer, not initialized, of at least `numel` elements; wait for the last use of an earlier one."""
+        if len(self._free[dtype]) >= self._num_in_turn:
+            buffer, last_use = self._free[dtype].popleft()
+            last_use.wait()
+            if buffer.numel() >= numel:
+                restore_storage(buffer)
+                return buffer
+        return self._allocate(max(numel, self._least_numel), dtype)
 
-    def put_back(self, buffer: Tensor, last_read: Work) -> None:
-        """Return a buffer to the pool; `last_read` is waited for before the buffer is written or freed."""
-        self._free[buffer.dtype].append((buffer, last_read))
+    def put_back(self, buffer: Tensor, last_use: Work) -> None:
+        """Return a buffer to the pool; `last_use` is waited for before the buffer is taken again or freed."""
+        self._free[buffer.dtype].append((buffer, last_use))
 
     def free(self) -> None:
         """Free the memory of all buffers until they are taken again."""
         for buffers in self._free.values():
-            for buffer, last_read in buffers:
-                last_read.wait()
+            for buffer, last_use in buffers:
+                last_use.wait()
                 free_storage(buffer)
 
-    def _new_buffer(self, dtype: torch.dtype) -> Tensor:
-        self.num_bytes += self._buffer_numel * dtype.itemsize
-        return self._offload.new(Placement.ACCELERATOR, TensorKind.BUFFERS, self._buffer_numel, dtype)
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the buffers that are not taken, as if none of them was freed."""
+        return sum(buffer.nbytes for buffers in self._free.values() for buffer, _ in buffers)

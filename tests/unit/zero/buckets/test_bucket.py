@@ -6,18 +6,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from parallel.memory_kinds import TensorKind
 from parallel.mesh import Axis, Work
 from zero.buckets.grad_shard import BucketRanges, GradShard, Held, scale_into
-from zero.memory.placement import Offload
-from zero.memory.staging import StagingPool
+from zero.memory.placement import Offload, device_allocator
+from zero.memory.staging import BufferPool
 from zero.partition.stage import STAGES, GradientTypes, Lifetime, ShardingPolicy
 
 CPU, FP32 = torch.device("cpu"), torch.float32
 
 
-def pool_of_nan() -> StagingPool:
+def pool_of_nan() -> BufferPool:
     """Make a pool whose buffer, longer than the bucket, has been used before."""
-    pool = StagingPool(16, {FP32: 1}, Offload(CPU))
+    pool = BufferPool(device_allocator(CPU, TensorKind.BUFFERS), 16, [FP32])
     pool.put_back(pool.take(FP32).fill_(torch.nan), Work())
     return pool
 
@@ -48,7 +49,7 @@ def test_a_bucket_is_zero_where_no_gradient_was_written(policy):
     assert grads.finish(pool).tolist() == [1, 1, 1, 0, 0, 0, 0, 0, 0, 0]
 
 
-def reduced(grads: GradShard, param: nn.Parameter, value: float, pool: StagingPool) -> Tensor:
+def reduced(grads: GradShard, param: nn.Parameter, value: float, pool: BufferPool) -> Tensor:
     """Stage a gradient, and move it to the owned shard as if it had been reduced; return the owned shard."""
     grads.write(param, torch.full((param.numel(),), value), 1.0, pool)
     grads.finish(pool)
