@@ -6,26 +6,24 @@ python -m gpt.checkpoint.export runs/quickstart/checkpoints --output weights --d
 import argparse
 import logging
 import sys
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from data.errors import DataError
 from data.tokenizer import Tokenizer
 from gpt.builder.train_state import TrainState
 from gpt.checkpoint.folder import Kept, checkpoint_name, delete_old, newest
 from gpt.checkpoint.layout import INITIAL_WEIGHTS, read_run
-from gpt.pretrained.families import family_of
-from gpt.pretrained.tensors import to_transformers
-from gpt.pretrained.tokenizer_files import tokenizer_of_data
-from gpt.pretrained.weights import check_shapes, companions, write_config, write_weights
+from gpt.pretrained.tokenizer_files import check_fits, tokenizer_of_data
+from gpt.pretrained.weights import check_shapes, companions, write_weights
 from gpt.shape.config import parameter_shapes
 from parallel.errors import ConfigError, exit_on_config_error
 from zero.partition.config import DTYPES
-from zero.state.export import FILE_BYTES, WeightFiles, WholeWeights, export_units
+from zero.state.export import FILE_BYTES, WholeWeights, export_units
 from zero.state.layout_file import LAYOUT, is_complete, verify_file
 from zero.state.saved_state import SavedState
 
@@ -62,6 +60,7 @@ def export_checkpoint(
     tokenizer, origin = companions(saved_data, initial_weights or saved_data.get(INITIAL_WEIGHTS))
     if data:
         tokenizer = tokenizer_of_data({"data.path": data})
+    check_fits(tokenizer, run.model)
     weights = ((name, saved.whole(name, dtype=dtype)) for name in saved.parameters)
     write_weights(output, run.model, weights, tokenizer, file_bytes, origin)
     return sum(shape.numel() for shape in shapes.values())
@@ -88,20 +87,19 @@ class LiveExports:
 def export_live(
     state: TrainState, output: Path, tokenizer: Tokenizer | None = None, origin: Path | None = None
 ) -> None:
-    """Export the weights of the model in training, in their own data type; see `write_config`.
+    """Export the weights of the model in training, in their own data type; see `write_weights`.
 
     All ranks call it. One unit at a time is unsharded, and written by the first rank. Raises OSError on that rank if it
     cannot write.
     """
-    config, family = state.config, family_of(state.config)
+    weights = WholeWeights(state.model, state.mesh.tensor)
+    file_bytes = min(FILE_BYTES, weights.largest_unit_bytes)
 
-    def finish(files: WeightFiles, folder: Path) -> None:
-        files.finish()
-        write_config(folder, config, tokenizer, origin)
+    def write(folder: Path, parameters: Iterator[tuple[str, Tensor]]) -> None:
+        write_weights(folder, state.config, parameters, tokenizer, file_bytes, origin)
 
     # A folder of that name is an export of the same step from before a roll-back.
-    convert = partial(to_transformers, family=family, config=config)
-    export_units(output, WholeWeights(state.model, state.mesh.tensor), convert, finish, replaces=True)
+    export_units(output, weights, write, replaces=True)
 
 
 def main(arguments: list[str]) -> None:

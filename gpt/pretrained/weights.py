@@ -6,6 +6,7 @@ config.json, model.safetensors.index.json, model-00001-of-00003.safetensors, ...
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, fields, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,6 @@ from gpt.pretrained.families import (
 from gpt.pretrained.tensors import HEAD, load_weights, source_of, to_transformers
 from gpt.pretrained.tokenizer_files import (
     SPECIAL_IDS,
-    check_fits,
     copy_tokenizer,
     has_tokenizer,
     special_ids,
@@ -35,7 +35,7 @@ from gpt.pretrained.tokenizer_files import (
 )
 from gpt.shape.config import ModelConfig, parameter_shapes
 from parallel.errors import ConfigError
-from zero.state.export import FILE_BYTES, WeightFiles
+from zero.state.export import FILE_BYTES, write_folder
 from zero.state.schema import Schema, check, parse_json, shown
 from zero.state.tensor_file import TensorFile
 
@@ -212,12 +212,9 @@ def write_weights(
     Raises ConfigError if the folder already holds weights, because a reader would mix them with these, and OSError if a
     write fails.
     """
-    check_fits(tokenizer, config)
-    family, files = family_of(config), WeightFiles(folder, file_bytes)
-    for name, tensor in weights:
-        for theirs, part in to_transformers(name, tensor.detach().cpu(), family, config).items():
-            files.add(theirs, part)
-    files.finish()
+    family = family_of(config)
+    converted = (to_transformers(name, tensor.detach().cpu(), family, config).items() for name, tensor in weights)
+    write_folder(folder, chain.from_iterable(converted), file_bytes)
     write_config(folder, config, tokenizer, origin)
 
 

@@ -8,8 +8,9 @@ import errno
 import json
 import shutil
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -29,52 +30,45 @@ STEM = "model"  # of the names of files, by which transformers finds them
 INDEX = f"{STEM}.safetensors.index.json"
 COMPILED = "_orig_mod."  # in the names of a module that torch.compile has wrapped
 
-Convert = Callable[[str, Tensor], Mapping[str, Tensor]]  # a parameter -> what is written of it, by name
+Write = Callable[[Path, Iterator[tuple[str, Tensor]]], None]  # writes whole parameters, by name, to a folder
 
 
-class WeightFiles:
-    """A writer of a folder of weights, tensor by tensor. It holds at most `file_bytes` of them, or one larger tensor.
+def write_folder(folder: Path, tensors: Iterable[tuple[str, Tensor]], file_bytes: int = FILE_BYTES) -> None:
+    """Write tensors, on any device, to a folder of weights; hold at most `file_bytes` of them, or one larger tensor.
 
-    Raises ConfigError if the folder already holds weights, because a reader would mix them with these.
+    Raises ConfigError if the folder already holds weights, because a reader would mix them with these, and OSError if a
+    write fails.
     """
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.glob("*.safetensors")):
+        raise ConfigError(f"{folder} holds .safetensors files already; choose another folder, or empty it")
+    files: list[dict[str, int]] = []  # {name of a tensor: bytes} for each file that is written
+    for held in _held_in_turn(tensors, file_bytes):
+        write_tensors(folder / f".{STEM}-{len(files)}.partial", held, {"format": "pt"})
+        files.append({name: tensor.nbytes for name, tensor in held.items()})
+    # Files get the names that readers look for when all of them are written: the names contain their number.
+    names = [f"{STEM}-{n:05d}-of-{len(files):05d}.safetensors" for n in range(1, len(files) + 1)]
+    for number, name in enumerate(names):
+        (folder / f".{STEM}-{number}.partial").rename(folder / name)
+    index = {
+        "metadata": {"total_size": sum(sum(held.values()) for held in files)},
+        "weight_map": {tensor: name for name, held in zip(names, files, strict=True) for tensor in held},
+    }
+    (folder / INDEX).write_text(json.dumps(index, indent=1))
 
-    def __init__(self, folder: Path, file_bytes: int = FILE_BYTES):
-        self._folder, self._file_bytes = folder, file_bytes
-        self._held: dict[str, Tensor] = {}
-        self._files: list[dict[str, int]] = []  # {name of a tensor: bytes} for each file that is written
-        folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.glob("*.safetensors")):
-            raise ConfigError(f"{folder} holds .safetensors files already; choose another folder, or empty it")
 
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Add a whole tensor, on any device. Raises OSError if a write fails."""
+def _held_in_turn(tensors: Iterable[tuple[str, Tensor]], file_bytes: int) -> Iterator[dict[str, Tensor]]:
+    """Yield the tensors of one file after the other, in memory of their own that is freed before the next ones."""
+    held: dict[str, Tensor] = {}
+    for name, tensor in tensors:
         # A copy, because the memory of the parameter's unit is freed before the file is written.
-        held = tensor.detach().to("cpu", copy=True)
-        if sum(tensor.nbytes for tensor in self._held.values()) + held.nbytes > self._file_bytes:
-            self._write_held()
-        self._held[name] = held
-
-    def finish(self) -> None:
-        """Write the rest of the tensors, and the index. Raises OSError if a write fails."""
-        self._write_held()
-        # Files get the names that readers look for when all of them are written: the names contain their number.
-        names = [f"{STEM}-{n:05d}-of-{len(self._files):05d}.safetensors" for n in range(1, len(self._files) + 1)]
-        for number, name in enumerate(names):
-            self._partial(number).rename(self._folder / name)
-        index = {
-            "metadata": {"total_size": sum(sum(held.values()) for held in self._files)},
-            "weight_map": {tensor: name for name, held in zip(names, self._files, strict=True) for tensor in held},
-        }
-        (self._folder / INDEX).write_text(json.dumps(index, indent=1))
-
-    def _write_held(self) -> None:
-        if self._held:
-            write_tensors(self._partial(len(self._files)), self._held, {"format": "pt"})
-            self._files.append({name: tensor.nbytes for name, tensor in self._held.items()})
-            self._held = {}
-
-    def _partial(self, number: int) -> Path:
-        return self._folder / f".{STEM}-{number}.partial"
+        copied = tensor.detach().to("cpu", copy=True)
+        if held and sum(tensor.nbytes for tensor in held.values()) + copied.nbytes > file_bytes:
+            yield held
+            held.clear()
+        held[name] = copied
+    if held:
+        yield held
 
 
 @dataclass(frozen=True)
@@ -133,19 +127,11 @@ class WholeWeights:
             yield span.name, span.view(full, as_complex=param.is_complex())
 
 
-def export_units(
-    output: Path,
-    weights: WholeWeights,
-    convert: Convert,
-    finish: Callable[[WeightFiles, Path], None],
-    *,
-    replaces: bool = False,
-    file_bytes: int = FILE_BYTES,
-) -> None:
-    """Write what `convert` makes of each parameter to a folder that is complete or does not exist. All ranks call it.
+def export_units(output: Path, weights: WholeWeights, write: Write, *, replaces: bool = False) -> None:
+    """Let `write` write the whole parameters to a folder that is complete or does not exist. All ranks call it.
 
-    The first rank writes, and then calls `finish` with its writer and the folder. Raises OSError on the first rank if
-    it cannot write, or if the folder holds files, unless `replaces`.
+    The first rank calls `write`. Raises OSError on the first rank if it cannot write, or if the folder holds files,
+    unless `replaces`.
     """
     parameters = iter(weights)
     if not weights.is_first:
@@ -156,11 +142,7 @@ def export_units(
         if not replaces and output.exists() and any(output.iterdir()):
             raise FileExistsError(errno.EEXIST, "the folder is not empty; choose another one", str(output))
         shutil.rmtree(partial, ignore_errors=True)
-        files = WeightFiles(partial, min(file_bytes, weights.largest_unit_bytes))
-        for name, whole in parameters:
-            for part_name, part in convert(name, whole.cpu()).items():
-                files.add(part_name, part)
-        finish(files, partial)
+        write(partial, parameters)
         # The folder gets its final name only when it is complete.
         shutil.rmtree(output, ignore_errors=True)
         partial.rename(output)
@@ -198,16 +180,16 @@ def export(
     names = {id(value): name for name, value in reversed(state.items()) if isinstance(value, nn.Parameter)}
     params = dict(module.named_parameters())
 
-    def convert(name: str, value: Tensor) -> dict[str, Tensor]:
+    def convert(name: str, value: Tensor) -> tuple[str, Tensor]:
+        value = value.cpu()
         written = value.to(dtype) if dtype and value.is_floating_point() else value
-        return {names.get(id(params.get(name)), name): written}
+        return names.get(id(params.get(name)), name), written
 
-    def finish(files: WeightFiles, partial: Path) -> None:
-        for name, value in state.items():
-            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-                for part_name, tensor in convert(name, value).items():
-                    files.add(part_name, tensor)
-        files.finish()
+    def write(partial: Path, parameters: Iterator[tuple[str, Tensor]]) -> None:
+        tensors = ((name, value) for name, value in state.items() if isinstance(value, Tensor))
+        buffers = ((name, value) for name, value in tensors if not isinstance(value, nn.Parameter))
+        converted = (convert(name, value) for name, value in chain(parameters, buffers))
+        write_folder(partial, converted, min(file_bytes, weights.largest_unit_bytes))
         written = dtype or next(module.parameters()).dtype
         described = _described(config or getattr(module, "config", None), module, written)
         for part in (described, getattr(module, "generation_config", None), tokenizer):
@@ -217,7 +199,7 @@ def export(
     own = next(module.parameters()).dtype
     masters = dtype is not None and dtype.itemsize > own.itemsize
     weights = WholeWeights(model, tensor or Axis.trivial("tensor"), masters)
-    export_units(output, weights, convert, finish, file_bytes=file_bytes)
+    export_units(output, weights, write)
 
 
 def full_state_dict(model: ZeroDataParallel, *, masters: bool = False) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Export of weights from training at any layout to transformers: the same logits, one unit in memory at a time."""
 
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -10,11 +11,12 @@ from transformers import GPT2LMHeadModel
 
 from gpt.checkpoint.export import export_checkpoint, export_live
 from gpt.generate import evaluation
+from gpt.pretrained import weights
+from gpt.pretrained.tensors import to_transformers
 from tests.distributed.gpt.test_checkpoint_layouts import CONFIG, LayoutCase, build, save, train
 from tests.ranks import run_ranks
 from zero.engine import ZeroDataParallel
 from zero.partition.stage import Lifetime
-from zero.state import export
 
 IDS = torch.arange(2 * CONFIG.seq_length).view(2, -1) % CONFIG.vocab_size
 LARGEST_UNIT = 1  # one of the units: the blocks, and the root with the rest
@@ -25,12 +27,11 @@ def train_and_export(case: LayoutCase, folder: Path) -> tuple[Tensor, list[int]]
     state, num_gathered = build(case), []
     train(state, 0, 2)
 
-    class WatchingWriter(export.WeightFiles):
-        def add(self, name: str, tensor: Tensor) -> None:
-            num_gathered.append(count_gathered(state.model))
-            super().add(name, tensor)
+    def watched(*arguments: Any) -> dict[str, Tensor]:
+        num_gathered.append(count_gathered(state.model))
+        return to_transformers(*arguments)
 
-    with mock.patch.object(export, "WeightFiles", WatchingWriter):
+    with mock.patch.object(weights, "to_transformers", watched):
         export_live(state, folder / "live")
     save(state, folder, 2)
     with torch.no_grad(), evaluation(state.model):

@@ -73,13 +73,6 @@ def test_an_export_without_a_tokenizer_is_a_warning_and_has_no_ids_of_another_on
     assert not (tmp_path / "tokenizer_config.json").exists()
 
 
-def test_the_tokenizer_of_other_data_is_refused(tmp_path: Path):
-    tokenizer = character_tokenizer(TEXTS)
-    files = tokenizer_of_data(write_corpus(tmp_path / "corpus", tokenizer))
-    with pytest.raises(ConfigError, match=f"the model has 5 tokens, below the {tokenizer.vocab_size} ids"):
-        write_zeros(tmp_path / "out", config_for(tokenizer, vocab_size=5), files)
-
-
 def write_origin(folder: Path, tokenizer: Tokenizer) -> dict[str, object]:
     """Write a Llama of 64 positions with ids, tokenizer and chat template of its own; return its options."""
     config = preset_config("llama2", num_layers=1, hidden_size=8, num_heads=2, seq_length=64, vocab_size=64)
@@ -117,6 +110,9 @@ def test_weights_that_continue_others_have_their_positions_ids_tokenizer_and_cha
     assert AutoConfig.from_pretrained(tmp_path / "named").max_position_embeddings == 64
     assert AutoTokenizer.from_pretrained(tmp_path / "named").chat_template is None
     assert caplog.messages == []
+    larger = write_corpus(tmp_path / "larger", train_tokenizer(TEXTS, 290))["data.path"]
+    with pytest.raises(ConfigError, match=r"the model has \d+ tokens, below the 290 ids of the tokenizer"):
+        export_checkpoint(tmp_path / "checkpoints", tmp_path / "refused", torch.float32, data=larger)
     origin.rename(tmp_path / "moved")
     export_checkpoint(tmp_path / "checkpoints", tmp_path / "gone", torch.float32)
     assert "origin/config.json is not there" in caplog.messages[0]

@@ -2,19 +2,20 @@
 
 import copy
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 
 from parallel.errors import ConfigError
 from parallel.mesh import Axis
 from zero.engine import ZeroDataParallel
 from zero.partition.config import ZeroConfig
-from zero.state.export import WeightFiles, export, full_state_dict
+from zero.state.export import export, full_state_dict, write_folder
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
@@ -34,12 +35,14 @@ def test_values_are_written_in_the_type_that_is_asked_for_and_counters_in_their_
 
 def test_files_are_as_large_as_they_may_be_and_found_by_their_index(tmp_path: Path):
     folder, numels = tmp_path / "new" / "weights", {"large": 9, "a": 2, "b": 2, "c": 1}
-    writer = WeightFiles(folder, file_bytes=16)
-    for name, numel in numels.items():
-        values = torch.full((numel,), float(numel))
-        writer.add(name, values)
-        values.zero_()  # its memory is used for others
-    writer.finish()
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for name, numel in numels.items():
+            values = torch.full((numel,), float(numel))
+            yield name, values
+            values.zero_()  # its memory is used for others
+
+    write_folder(folder, tensors(), file_bytes=16)
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     names = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
     assert index == {
@@ -50,10 +53,10 @@ def test_files_are_as_large_as_they_may_be_and_found_by_their_index(tmp_path: Pa
     for name, file in index["weight_map"].items():
         assert load_file(folder / file)[name].tolist() == [numels[name]] * numels[name]
     with pytest.raises(ConfigError, match=r"holds \.safetensors files already; choose another folder"):
-        WeightFiles(folder)
+        write_folder(folder, [])
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "README.md").touch()
-    WeightFiles(tmp_path / "other")
+    write_folder(tmp_path / "other", [])
 
 
 class Counted(nn.BatchNorm1d):
