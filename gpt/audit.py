@@ -75,7 +75,7 @@ class Auditor:
 
             def exchange(losses: Tensor) -> Tensor:
                 self.raise_found()
-                of_ranks = leaves.gather(torch.cat([losses, self._compare_states()]))
+                of_ranks = leaves.data.gather_by_rank(torch.cat([losses, self._compare_states()]))
                 self._found = step, of_ranks[:, len(losses) :]
                 if hashes is not None:
                     self._audit(leaves, hashes, samples, micro_batches)
@@ -114,13 +114,10 @@ class Auditor:
     @torch.no_grad()
     def _compare_states(self) -> Tensor:
         """Return how many states differ from their hashes on each rank of the tensor axis, as floats."""
-        tensor = self._state.mesh.tensor
         assert self._at_rest is not None
-        number = (self._hash_states() != self._at_rest).sum()[None].double()
-        of_tensor_ranks = number.new_empty(tensor.size)
+        number = (self._hash_states() != self._at_rest).sum().double()
         with self._state.mesh.log.during("audit"):
-            tensor.all_gather(number, out=of_tensor_ranks).wait()
-        return of_tensor_ranks
+            return self._state.mesh.tensor.gather_by_rank(number)
 
     def _audit(
         self,
@@ -161,11 +158,9 @@ class Auditor:
     def _gather(self, own: Tensor) -> list[int]:
         """Return the hashes of all groups, which are the sums of those of their ranks. Waits for the device."""
         mesh = self._state.mesh
-        own = own[None]
         for axis in (mesh.tensor, mesh.context):
             axis.all_reduce(own, out=own).wait()
-        (of_ranks,) = gathered(own, mesh.data)
-        return of_ranks[:: mesh.context.size]
+        return mesh.data.gather_by_rank(own)[:: mesh.context.size].tolist()
 
     def _ranks_of(self, group: int) -> list[int]:
         size = self._state.mesh.context.size * self._state.mesh.tensor.size
@@ -254,18 +249,11 @@ def _compare(what: str, axis: Axis, tensors: NamedTensors, device: torch.device)
         for name, tensor in tensors:
             sums[name] = sums[name] + bit_sum(tensor).to(device)
     own = torch.stack([zero, *(sums[name] for name in sorted(sums))])
-    (of_all,) = gathered(own.sum()[None], axis)
+    of_all = axis.gather_by_rank(own.sum()).tolist()
     if len(set(of_all)) > 1:
-        _, *of_names = gathered(own, axis)
+        _, *of_names = axis.gather_by_rank(own).t().tolist()
         differing = [name for name, of_ranks in zip(sorted(sums), of_names, strict=True) if len(set(of_ranks)) > 1]
         raise DivergenceError(_message(what, axis, of_all, differing))
-
-
-def gathered(own: Tensor, axis: Axis) -> list[list[int]]:
-    """Return, for each element of a 1-dim tensor, those of all ranks of the axis. Waits for the device."""
-    of_ranks = own.new_empty(axis.size * len(own))
-    axis.all_gather(own, out=of_ranks).wait()
-    return of_ranks.view(axis.size, len(own)).t().tolist()
 
 
 def _message(what: str, axis: Axis, checksums: list[int], names: list[str]) -> str:

@@ -140,6 +140,12 @@ class Axis:
         event = self.log.record("all_gather", self.name, self.size, out)
         return self._launch(event, partial(self._all_gather, shard, out), shard, out)
 
+    def gather_by_rank(self, own: Tensor) -> Tensor:
+        """Return the tensors of all ranks, (size, *shape). The current stream waits for them."""
+        of_ranks = own.new_empty(self.size, *own.shape)
+        self.all_gather(own.contiguous(), out=of_ranks).wait()
+        return of_ranks
+
     def reduce_scatter(self, full: Tensor, *, out: Tensor, in_fp32: bool = False) -> Work:
         """Sum (size * n, ...) over the ranks and write this rank's part to `out`, (n, ...), contiguous.
 
@@ -272,11 +278,8 @@ class Axis:
         """
         if not self.has_peers:
             return number
-        own = torch.tensor([number])
-        own = own.to(self.communication_device(own))
-        numbers = own.new_empty(self.size)
-        self.all_gather(own, out=numbers).wait()
-        return int(numbers.min())
+        own = torch.tensor(number)
+        return int(self.gather_by_rank(own.to(self.communication_device(own))).min())
 
 
 @dataclass(frozen=True)

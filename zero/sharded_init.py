@@ -109,8 +109,7 @@ class ShardedInit:
         """Gather a parameter if it is sharded, and record it as the most recently used."""
         if (shard := self._shards.pop(param, None)) is not None:
             shard = shard.to(self._axis.communication_device(param))
-            full = shard.new_empty(self._axis.size * shard.numel())
-            self._axis.all_gather(shard, out=full).wait()
+            full = self._axis.gather_by_rank(shard).flatten()
             param.data = full[: param.numel()].view(param.shape).to(param.device)
         self._unsharded.pop(param, None)
         self._unsharded[param] = param.numel()

@@ -46,11 +46,10 @@ class _Exchange:
 
     def __init__(self, flag: bool, data: Axis, side_stream: SideStream):
         with side_stream.context():
-            own = torch.tensor([flag], dtype=torch.uint8)
+            own = torch.tensor(flag, dtype=torch.uint8)
             own = own.to(data.communication_device(own))
-            self._gathered = own.new_empty(data.size)  # kept, as long as the copy reads it
             with data.log.during("uneven data"):
-                data.all_gather(own, out=self._gathered).wait()
+                self._gathered = data.gather_by_rank(own)  # kept, as long as the copy reads it
             self._flags = self._gathered.to("cpu", non_blocking=True)  # into pinned memory
             self._copied = side_stream.host_work()
 

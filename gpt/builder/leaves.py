@@ -26,7 +26,7 @@ class Leaves:
     num_units: int
     step: int = 0
     exchange: Callable[[Tensor], Tensor] | None = None
-    """Called in place of `gather` when the gradients of all leaves are computed, before anything is updated."""
+    """Gathers the losses, (ranks, n), when the gradients of all leaves are computed, before anything is updated."""
 
     def seed(self, micro_batch: int, num_micro_batches: int, shift: int = 0) -> None:
         """Let the random numbers of this rank's next forward be those of its leaf, whatever was drawn before.
@@ -38,14 +38,8 @@ class Leaves:
         leaf = (unit * num_micro_batches + micro_batch) * unit_size + rank
         torch.manual_seed(derived_seed(f"{self.run_seed}/{self.step}", leaf))
 
-    def gather(self, own: Tensor) -> Tensor:
-        """Return the values (n,) of all ranks, (ranks, n)."""
-        of_ranks = own.new_empty(self.data.size * len(own))
-        self.data.all_gather(own, out=of_ranks).wait()
-        return of_ranks.view(self.data.size, len(own))
-
     def mean(self, losses: Tensor) -> Tensor:
         """Return the mean of the losses (micro-batches,) of all ranks, 0-dim in fp64, the same on all of them."""
-        of_ranks = (self.exchange or self.gather)(losses.double())
+        of_ranks = (self.exchange or self.data.gather_by_rank)(losses.double())
         by_unit = of_ranks.reshape(self.num_units, -1, len(losses))  # (units, ranks of one, micro-batches)
         return by_unit.transpose(1, 2).reshape(-1).mean()  # the same vector in each layout

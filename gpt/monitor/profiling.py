@@ -119,11 +119,8 @@ class Profiler:
         """Return the timers of every rank, in the order of ranks."""
         mesh, names = self._mesh, (*TIMERS, "step")
         row = torch.tensor(own, dtype=torch.float32, device=self._device)
-        by_tensor_rank = row.new_empty(mesh.tensor.size * len(names))
-        mesh.tensor.all_gather(row, out=by_tensor_rank).wait()
-        gathered = row.new_empty(mesh.size * len(names))
-        mesh.data.all_gather(by_tensor_rank, out=gathered).wait()
-        return [dict(zip(names, values, strict=True)) for values in gathered.view(mesh.size, -1).tolist()]
+        rows = mesh.data.gather_by_rank(mesh.tensor.gather_by_rank(row)).view(mesh.size, -1)
+        return [dict(zip(names, values, strict=True)) for values in rows.tolist()]
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:

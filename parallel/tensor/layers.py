@@ -280,9 +280,7 @@ class _GatherColumns(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
-        parts = own.new_empty(axis.size, *own.shape)
-        axis.all_gather(own.contiguous(), out=parts).wait()
-        return parts.movedim(0, -2).flatten(-2)
+        return axis.gather_by_rank(own).movedim(0, -2).flatten(-2)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

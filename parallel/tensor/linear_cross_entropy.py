@@ -192,8 +192,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _over_ranks(own_sums: Tensor, own_target_logit: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
     """Return (the log of the sum of exponentials, the target's logit) over all ranks' words."""
     own = torch.stack([own_sums, own_target_logit], dim=-1)
-    of_all = own.new_empty(axis.size, *own.shape)
-    axis.all_gather(own, out=of_all).wait()
+    of_all = axis.gather_by_rank(own)
     return of_all[..., 0].logsumexp(0), of_all[..., 1].sum(0)
 
 

@@ -117,11 +117,10 @@ class LaunchOrder:
 
     def _compare(self, item: int) -> None:
         """Compare what is next on all ranks. Blocks the host and the device, but only in steps of a new order."""
-        own = torch.tensor([item], device="cpu")  # also inside a context of another device
+        own = torch.tensor(item, device="cpu")  # also inside a context of another device
         own = own.to(self._data.communication_device(own))
-        items = own.new_empty(self._data.size)
         with self._data.log.during("agreement"):
-            self._data.all_gather(own, out=items).wait()
+            items = self._data.gather_by_rank(own)
         for rank, other in enumerate(items.tolist()):
             if other != item:
                 is_branch, name = max(item, other) >= 0, self._data.name

@@ -107,9 +107,7 @@ class WholeWeights:
                 if name not in dims:
                     yield name, own
                     continue
-                of_all_ranks = own.new_empty(self.tensor.size, *own.shape)
-                self.tensor.all_gather(own, out=of_all_ranks).wait()
-                yield name, torch.cat(list(of_all_ranks), dims[name])
+                yield name, torch.cat(list(self.tensor.gather_by_rank(own)), dims[name])
 
     def _unsharded(self, flat: FlatParameters) -> Iterator[tuple[str, Tensor]]:
         if not self.masters:
@@ -118,9 +116,7 @@ class WholeWeights:
             return
         axis, full = self.model.shard_axis, torch.empty_like(flat.full, dtype=flat.buckets[0].master.dtype)
         for bucket, ranges in zip(flat.buckets, flat.layout.buckets, strict=True):
-            own = bucket.master.to(full.device)
-            shards = own.new_empty(axis.size, own.numel())
-            axis.all_gather(own, out=shards).wait()
+            shards = axis.gather_by_rank(bucket.master.to(full.device))
             for rank, shard in enumerate(shards):
                 cut(full, ranges.shard(rank)).copy_(shard)
         for span, param in zip(flat.layout.spans, flat.params, strict=True):

@@ -148,9 +148,7 @@ def sums_of_squares(
     own = [blocks.max() for _, blocks in found] or [totals.new_zeros((), dtype=torch.float64)]
     largest = torch.stack(own).max()
     for axis in axes:
-        of_ranks = largest.new_empty(axis.size)
-        axis.all_gather(largest.view(1), out=of_ranks).wait()
-        largest = of_ranks.max()
+        largest = axis.gather_by_rank(largest).max()
     exponent = torch.frexp(largest).exponent.clamp(min=SMALLEST_EXPONENT).double()
     shift = SUM_BITS - num_blocks.bit_length()
     factor, inverse = torch.exp2(shift - exponent), torch.exp2(exponent - shift)
