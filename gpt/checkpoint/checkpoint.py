@@ -1,4 +1,4 @@
-"""Checkpoints: the files of one, and how a run with any stage, tensor size and number of ranks resumes from it.
+"""Checkpoints: how a run saves one, and how a run with any stage, tensor size and number of ranks resumes from it.
 
     RUN/checkpoints/step-00000100/layout.json                where each tensor is stored, and the progress of the run
                                   rank-00000.safetensors     the flat shards that rank 0 owns, and its random states
@@ -11,25 +11,71 @@ files, `zero/state/rank_state.py` loads them, and `gpt/checkpoint/folder.py` fin
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from gpt.builder.train_state import TrainState
-from gpt.checkpoint.folder import checkpoints, step_in_name
+from gpt.checkpoint.folder import LATEST, Kept, checkpoint_name, checkpoints, delete_old, set_aside, step_in_name
 from gpt.checkpoint.foreign import load_foreign
-from gpt.checkpoint.layout import Progress, SavedRun, changed_data, check_model, read_run
+from gpt.checkpoint.layout import Progress, SavedRun, changed_data, check_model, content_of, read_run
 from gpt.shape.config import ModelConfig
 from parallel.errors import ConfigError
 from zero.state.layout_file import is_complete, writer_of
 from zero.state.rank_state import RankState
+from zero.state.sealed_file import replace_text
+from zero.state.writer import CheckpointWriter, Publication
 
 logger = logging.getLogger(__name__)
+TO_DISK = Publication("make room or choose another run.dir (the checkpoint before it is untouched)")
 
 
 def rank_state(state: TrainState) -> RankState:
     """Return what a rank of the run saves and loads."""
     of_guard = state.guard.state() if state.guard else {}
     return RankState(state.model, state.optimizer, {f"guard.{name}": tensor for name, tensor in of_guard.items()})
+
+
+class RunSaver:
+    """A saver of checkpoints of `state` to `folder`, in which `kept` says how many remain.
+
+    All ranks make the same calls. `data` has the settings that determine the order of samples. The names and the number
+    of checkpoints are added to `publication`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        state: TrainState,
+        *,
+        kept: Kept,
+        is_async: bool,
+        data: Mapping[str, Any] | None = None,
+        publication: Publication = TO_DISK,
+    ):
+        self._folder, self._config, self._data = folder, state.config, data or {}
+        publication = replace(publication, publish=self._publish, tidy=partial(delete_old, folder, kept))
+        self._writer = CheckpointWriter(rank_state(state), publication, is_async=is_async)
+
+    def start(self, progress: Progress) -> None:
+        """Begin to save, as `CheckpointWriter.start`."""
+        final, title = self._folder / checkpoint_name(progress.step), f"of step {progress.step}"
+        self._writer.start(final, content_of(self._config, progress, self._data), progress.save_name, title)
+
+    def wait(self) -> Path | None:
+        """Wait until the save that `start` began is complete, and return its folder, or None if there is none.
+
+        Raises SaveError on all ranks if it failed on any.
+        """
+        return self._writer.wait()
+
+    def _publish(self, partial: Path, final: Path) -> None:
+        if final.exists():  # the run has not written it: it set aside all checkpoints of steps to come
+            set_aside(self._folder, [final])
+        partial.rename(final)
+        # After the checkpoint has its name: `latest` never names one that is not complete.
+        replace_text(self._folder / LATEST, final.name)
 
 
 def load(

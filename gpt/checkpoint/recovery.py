@@ -11,11 +11,10 @@ from typing import Any
 import torch
 
 from gpt.builder.train_state import TrainState
-from gpt.checkpoint.checkpoint import load
+from gpt.checkpoint.checkpoint import TO_DISK, RunSaver, load
 from gpt.checkpoint.export import LiveExports
 from gpt.checkpoint.folder import Kept, find, newest, remove_partial, set_aside_later, step_in_name
 from gpt.checkpoint.layout import Progress
-from gpt.checkpoint.saver import TO_DISK, RunSaver
 from gpt.checkpoint.snapshots import Snapshots
 from gpt.run_folder.files import CHECKPOINTS, CONFIG, WEIGHTS, cut_metrics, start_run
 from gpt.run_folder.lock import RunLock

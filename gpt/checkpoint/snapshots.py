@@ -21,11 +21,10 @@ import torch
 from torch import Tensor
 
 from gpt.builder.train_state import TrainState
-from gpt.checkpoint.checkpoint import check_run, rank_state
+from gpt.checkpoint.checkpoint import RunSaver, check_run, rank_state
 from gpt.checkpoint.folder import Kept, checkpoint_name, checkpoints, delete_old, remove_partial
 from gpt.checkpoint.layout import Progress, read_run
 from gpt.checkpoint.parts import Parts
-from gpt.checkpoint.saver import RunSaver
 from gpt.settings.run import CheckpointSettings
 from parallel.errors import ConfigError
 from parallel.pairwise import SideMessages

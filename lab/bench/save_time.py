@@ -18,10 +18,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from gpt.builder.train_state import TrainState, build
-from gpt.checkpoint.checkpoint import load, rank_state
+from gpt.checkpoint.checkpoint import RunSaver, load, rank_state
 from gpt.checkpoint.folder import Kept
 from gpt.checkpoint.layout import Progress
-from gpt.checkpoint.saver import RunSaver
 from gpt.checkpoint.snapshots import Snapshots
 from gpt.settings.data import DataSettings
 from gpt.settings.run import CheckpointSettings

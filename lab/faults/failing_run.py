@@ -26,7 +26,7 @@ from typing import Any
 
 import pretrain_gpt
 from gpt import trainer
-from gpt.checkpoint import recovery, saver
+from gpt.checkpoint import checkpoint, recovery
 from gpt.model.transformer import GPT
 from gpt.run_folder import files
 from lab.faults.flips import TARGETS, flip
@@ -49,8 +49,8 @@ POINTS: dict[str, tuple[Any, str, str]] = {
     "save.written": (writer, "write_tensors", "after"),
     "save.layout": (writer, "write_json", "before"),
     "save.rename": (writer, "flush_folder", "after"),
-    "save.latest": (saver, "replace_text", "before"),
-    "save.keep": (saver, "delete_old", "before"),
+    "save.latest": (checkpoint, "replace_text", "before"),
+    "save.keep": (checkpoint, "delete_old", "before"),
     "save.remove": (shutil, "rmtree", "before"),
 }
 # The points that only rank 0 reaches.

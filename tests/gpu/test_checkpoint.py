@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from gpt.builder.train_state import TrainState
-from gpt.checkpoint.checkpoint import load, rank_state
+from gpt.checkpoint.checkpoint import RunSaver, load, rank_state
 from gpt.checkpoint.folder import Kept
 from gpt.checkpoint.layout import Progress, read_run
-from gpt.checkpoint.saver import RunSaver
 from gpt.train_step import train_step
 from tests.gpu.test_step import build, micro_batches
 from zero.activations.checkpointed_blocks import ActivationsConfig

@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from gpt.builder.train_state import TrainState, parameter_groups
-from gpt.checkpoint.checkpoint import rank_state
+from gpt.checkpoint.checkpoint import RunSaver, rank_state
 from gpt.checkpoint.folder import Kept
 from gpt.checkpoint.layout import Progress
-from gpt.checkpoint.saver import RunSaver
 from gpt.model.compiled_blocks import compile_blocks
 from gpt.shape.config import ModelConfig
 from lab.observe.memory_tracker import MemoryTracker

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from gpt.builder.train_state import TrainState
-from gpt.checkpoint.checkpoint import load
+from gpt.checkpoint.checkpoint import RunSaver, load
 from gpt.checkpoint.folder import Kept
 from gpt.checkpoint.layout import Progress, read_run
-from gpt.checkpoint.saver import RunSaver
 from gpt.model.transformer import GPT, initialize
 from gpt.shape.config import ModelConfig
 from parallel.mesh import Mesh

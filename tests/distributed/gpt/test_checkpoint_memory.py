@@ -7,10 +7,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from gpt.checkpoint.checkpoint import load, rank_state
+from gpt.checkpoint.checkpoint import RunSaver, load, rank_state
 from gpt.checkpoint.folder import Kept
 from gpt.checkpoint.layout import Progress
-from gpt.checkpoint.saver import RunSaver
 from lab.bench.save_time import build_state, peak_growth, save, train_step
 from tests.oracle.deepspeed_files import write_deepspeed
 from tests.ranks import run_ranks

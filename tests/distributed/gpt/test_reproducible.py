@@ -14,10 +14,9 @@ from torch import Tensor
 from data.batches import BatchLoader
 from data.documents import joined_apart
 from gpt.builder.train_state import TrainState, build, num_adding_units
-from gpt.checkpoint.checkpoint import load
+from gpt.checkpoint.checkpoint import RunSaver, load
 from gpt.checkpoint.folder import Kept
 from gpt.checkpoint.layout import Progress
-from gpt.checkpoint.saver import RunSaver
 from gpt.settings.parser import parse_settings
 from gpt.settings.schedule import batch_plan
 from gpt.settings.settings import Settings

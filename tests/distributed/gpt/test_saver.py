@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from gpt.builder.train_state import build
+from gpt.checkpoint.checkpoint import TO_DISK
+from gpt.checkpoint.checkpoint import RunSaver as Saver
 from gpt.checkpoint.folder import Kept
 from gpt.checkpoint.layout import Progress
 from gpt.checkpoint.recovery import Recovery
-from gpt.checkpoint.saver import TO_DISK
-from gpt.checkpoint.saver import RunSaver as Saver
 from gpt.settings.parser import parse_settings
 from parallel.errors import ConfigError
 from parallel.mesh import Mesh

@@ -11,10 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gpt.builder.train_state import TrainState, build, build_mesh
-from gpt.checkpoint.checkpoint import rank_state
+from gpt.checkpoint.checkpoint import RunSaver, rank_state
 from gpt.checkpoint.folder import Kept
 from gpt.checkpoint.layout import Progress
-from gpt.checkpoint.saver import RunSaver
 from gpt.settings.parser import parse_settings
 from gpt.settings.settings import Settings
 from gpt.train_step import evaluate, train_step

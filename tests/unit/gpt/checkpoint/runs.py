@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from gpt.builder.train_state import TrainState, build
-from gpt.checkpoint.checkpoint import load, rank_state
+from gpt.checkpoint.checkpoint import RunSaver, load, rank_state
 from gpt.checkpoint.folder import Kept
 from gpt.checkpoint.layout import Progress
-from gpt.checkpoint.saver import RunSaver
 from gpt.settings.data import DataSettings
 from gpt.settings.settings import Settings
 from gpt.settings.training import TrainSettings

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
+from gpt.checkpoint.checkpoint import RunSaver as Saver
 from gpt.checkpoint.checkpoint import load
 from gpt.checkpoint.folder import LATEST, Kept, delete_old, find, set_aside_later
 from gpt.checkpoint.layout import Progress
 from gpt.checkpoint.recovery import Recovery
-from gpt.checkpoint.saver import RunSaver as Saver
 from gpt.settings.run import CheckpointSettings
 from parallel.errors import ConfigError
 from tests.unit.gpt.checkpoint.runs import DATA, tiny_state, train_step
