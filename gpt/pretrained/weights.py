@@ -41,13 +41,9 @@ from zero.state.tensor_file import TensorFile
 
 CONFIG = "config.json"
 logger = logging.getLogger(__name__)
-# Properties of a ModelConfig that a folder and a run must have in common.
-COMPARED = (
-    *("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "mlp_width", "vocab_size"),
-    *("mup_base_head_dim", "logit_cap", "positions", "norm", "norm_eps", "mlp", "qk_norm", "biases", "qkv_bias"),
-    "tied_head",
-)
-COMPARED_ROPE = ("rope_theta", "rope_scaling")
+# Fields of a ModelConfig in which a folder and a run may differ: in any model, and by its positions.
+MAY_DIFFER = {"dropout", "vocab_multiple", "attention", "mup_base_width"}
+UNUSED = {"rope": {"seq_length"}, "learned": {"rope_theta", "rope_scaling"}}
 VALUES = {**RESOLVED, "mup_base_head_dim": "scaled_head_dim"}  # the property that has the value of an option
 
 
@@ -183,7 +179,8 @@ def _configuration(family: Family, known: Mapping[str, Any]) -> Any:
 def load_pretrained(model: GPT, folder: Path) -> None:
     """Load the weights of a folder into the model. Raises ConfigError if the folder's model is another one."""
     config, weights = read_pretrained(folder)
-    for name in (*COMPARED, *(COMPARED_ROPE if config.positions == "rope" else ("seq_length",))):
+    may_differ = MAY_DIFFER | UNUSED[config.positions]
+    for name in (field.name for field in fields(ModelConfig) if field.name not in may_differ):
         found, expected = (getattr(of, VALUES.get(name, name)) for of in (config, model.config))
         if found != expected:
             found, expected = ("null" if value is None else value for value in (found, expected))
