@@ -110,9 +110,10 @@ def test_weights_that_continue_others_have_their_positions_ids_tokenizer_and_cha
     assert AutoConfig.from_pretrained(tmp_path / "named").max_position_embeddings == 64
     assert AutoTokenizer.from_pretrained(tmp_path / "named").chat_template is None
     assert caplog.messages == []
-    larger = write_corpus(tmp_path / "larger", train_tokenizer(TEXTS, 290))["data.path"]
-    with pytest.raises(ConfigError, match=r"the model has \d+ tokens, below the 290 ids of the tokenizer"):
-        export_checkpoint(tmp_path / "checkpoints", tmp_path / "refused", torch.float32, data=larger)
+    other = train_tokenizer(TEXTS, 280)
+    data = write_corpus(tmp_path / "larger", other)["data.path"]
+    with pytest.raises(ConfigError, match=f"the model has 64 tokens, below the {other.vocab_size} ids"):
+        export_checkpoint(tmp_path / "checkpoints", tmp_path / "refused", torch.float32, data=data)
     origin.rename(tmp_path / "moved")
     export_checkpoint(tmp_path / "checkpoints", tmp_path / "gone", torch.float32)
     assert "origin/config.json is not there" in caplog.messages[0]
