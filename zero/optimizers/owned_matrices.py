@@ -1,6 +1,7 @@
 """The pieces of matrices that this rank owns, their names and states: what all updates of matrices have in common."""
 
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, ClassVar
 
@@ -67,10 +68,9 @@ class OwnedMatrices(AssembledUpdates):
 
         A matrix that each tensor rank has for itself has one for each of them.
         """
+        names = self._names()
         return {
-            f"{self._name(number)}.{kind}": value
-            for number in self.own
-            for kind, value in self.state_of(number).items()
+            f"{names[number]}.{kind}": value for number in self.own for kind, value in self.state_of(number).items()
         }
 
     def present_states(self) -> list[Tensor]:
@@ -91,13 +91,19 @@ class OwnedMatrices(AssembledUpdates):
         """Return the parameter group of a piece."""
         return self.inner.param_groups[piece.group]
 
-    def _name(self, number: int) -> str:
-        matrix, tensor = self.matrices[number], self._tensor_axis
-        of_param = [n for n, other in enumerate(self.matrices) if other.param == matrix.param]
-        position = number - of_param[0]
-        if matrix.is_repetition and matrix.param in self._split:  # tensor ranks have one after the other
-            return f"matrix.{matrix.param}.{position + tensor.rank * len(of_param)}"
-        return f"matrix.{matrix.param}.{position}{'' if matrix.num_parts == tensor.size else f'.{tensor.rank}'}"
+    def _names(self) -> list[str]:
+        """Return the names of all matrices in a checkpoint: each has a number among those of its parameter."""
+        names, tensor = [], self._tensor_axis
+        num_of_param, num_named = Counter(matrix.param for matrix in self.matrices), Counter[str]()
+        for matrix in self.matrices:
+            number, suffix = num_named[matrix.param], ""
+            if matrix.is_repetition and matrix.param in self._split:  # tensor ranks have one after the other
+                number += tensor.rank * num_of_param[matrix.param]
+            elif matrix.num_parts < tensor.size:
+                suffix = f".{tensor.rank}"
+            names.append(f"matrix.{matrix.param}.{number}{suffix}")
+            num_named[matrix.param] += 1
+        return names
 
 
 def _matrices(
