@@ -44,8 +44,15 @@ class FactorUpdates(OwnedMatrices):
         pieces: OwnedPieces,
         axes: Axes,
         offload: Offload,
+        *,
+        one_by_one: bool,
     ):
-        """Plan the messages; `axes`: (shard, replica, tensor)."""
+        """Plan the messages; `axes`: (shard, replica, tensor). Raises ConfigError if it has to be `one_by_one`."""
+        if one_by_one:
+            raise ConfigError(
+                "the bits of Dion depend on the number of ranks, which add their parts of factors: choose another "
+                "optimizer than Dion with ZeroConfig.sum_over_ranks=leaves"
+            )
         self._shard, _, tensor = axes
         super().__init__(inner, groups, module, pieces, tensor, offload.device)
         own_pieces = {(piece.name, piece.in_param.start): piece for own in self.pieces.values() for piece in own}
@@ -233,20 +240,4 @@ def _num_column_parts(matrix: Matrix) -> int:
 class Dion(DionMethod):
     """Dion for groups of matrices, and AdamW for groups with update="adamw"."""
 
-    def assembled_updates(
-        self,
-        groups: Set[int],
-        module: nn.Module,
-        pieces: OwnedPieces,
-        axes: Axes,
-        offload: Offload,
-        *,
-        one_by_one: bool,
-    ) -> FactorUpdates:
-        """Return the updates of matrices whose stretches many ranks own: see zero/step/assembled_updates.py."""
-        if one_by_one:
-            raise ConfigError(
-                "the bits of Dion depend on the number of ranks, which add their parts of factors: choose another "
-                "optimizer than Dion with ZeroConfig.sum_over_ranks=leaves"
-            )
-        return FactorUpdates(self, groups, module, pieces, axes, offload)
+    updates_class = FactorUpdates

@@ -1,33 +1,19 @@
 """The steps of a method for matrices put together: in one process, and by `ZeroOptimizer` over ranks."""
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zero.memory.placement import Offload
 from zero.optimizers.matrix_method import WholeMatrixMethod
 from zero.optimizers.matrix_updates import MatrixUpdates
-from zero.step.assembled_updates import Axes
-from zero.step.pieces import OwnedPieces
 
 
 class MatrixOptimizer(WholeMatrixMethod):
     """The base class of optimizers that update whole matrices; a class derived from it writes the steps."""
 
-    def assembled_updates(
-        self,
-        groups: Set[int],
-        module: nn.Module,
-        pieces: OwnedPieces,
-        axes: Axes,
-        offload: Offload,
-        *,
-        one_by_one: bool,
-    ) -> MatrixUpdates:
-        """Return the updates of matrices whose stretches many ranks own: see zero/step/assembled_updates.py."""
-        return MatrixUpdates(self, groups, module, pieces, axes, offload, max_batch=1 if one_by_one else None)
+    updates_class = MatrixUpdates  # of matrices whose stretches many ranks own
 
     @torch.no_grad()
     def update_matrix(

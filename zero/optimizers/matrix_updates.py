@@ -112,15 +112,13 @@ class MatrixUpdates(OwnedMatrices):
         pieces: OwnedPieces,
         axes: Axes,
         offload: Offload,
-        max_batch: int | None = None,
+        *,
+        one_by_one: bool,
     ):
-        """Plan the messages; `axes`: (shard, replica, tensor), over all of which matrices are divided.
-
-        At most `max_batch` matrices are computed as one batch.
-        """
+        """Plan the messages; `axes`: (shard, replica, tensor), over all of which matrices are divided."""
         shard, replica, tensor = axes
         super().__init__(inner, groups, module, pieces, tensor, offload.device)
-        self._max_batch = max_batch
+        self._max_batch = 1 if one_by_one else None  # matrices that are computed as one batch
         # States of whole matrices are saved by one of the replicas, which then has to have all of them. The parts of
         # replicas are as long as the longest one: with fewer matrices than ranks they would be mostly padding.
         is_divided = not inner.matrix_state_bytes((1, 1)) and len(self.matrices) >= shard.size * replica.size

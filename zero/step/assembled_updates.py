@@ -72,11 +72,11 @@ class AssembledUpdates:
 def assembled_updates(
     inner: Any, module: nn.Module, pieces: OwnedPieces, axes: Axes, offload: Offload, *, one_by_one: bool
 ) -> AssembledUpdates:
-    """Return the updates of what the torch optimizer `inner` declares that it needs whole.
+    """Return the updates of what the torch optimizer `inner` declares that it needs whole, of its `updates_class`.
 
     `one_by_one`: compute nothing in batches, whose bits may depend on their size, and so on the number of ranks.
     """
     groups = {number for number in pieces.group_of.values() if atom_of(inner, inner.param_groups[number]).is_assembled}
     if not groups:
         return AssembledUpdates(pieces)
-    return inner.assembled_updates(groups, module, pieces, axes, offload, one_by_one=one_by_one)
+    return inner.updates_class(inner, groups, module, pieces, axes, offload, one_by_one=one_by_one)
