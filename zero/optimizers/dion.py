@@ -182,7 +182,7 @@ class FactorUpdates(OwnedMatrices):
 
     def sent_numels(self) -> list[int]:
         """Return the number of elements of factors that each data rank sends to other shard ranks in a step."""
-        return [left + right for left, right in zip(self._left.sent_numels(), self._right.sent_numels(), strict=True)]
+        return [left + right for left, right in zip(self._left.sent_numels, self._right.sent_numels, strict=True)]
 
     def _assign(self) -> Assignment:
         """Return the owner of each matrix, the largest first: of its holders, the one that has least work so far."""

@@ -77,21 +77,36 @@ class Factor:
         (shard, tensor).
         """
         shard, self._tensor = axes
-        self._parts, self._owners, self._shapes, self._batches = parts, owners, shapes, batches
+
+        def numel(part: Part) -> int:
+            return len(part.rows) * shapes[part.matrix][1]
+
         held = [part for part in parts if part.rank == shard.rank]
         received = [part for part in parts if owners[part.matrix] == shard.rank]
-        places, sent_numels = arranged([(owners[part.matrix], self._numel(part)) for part in held], shard.size)
+        places, sent_numels = arranged([(owners[part.matrix], numel(part)) for part in held], shard.size)
         self._held_places = dict(zip(held, places, strict=True))
-        places, received_numels = arranged([(part.rank, self._numel(part)) for part in received], shard.size)
-        self._received_places = dict(zip(received, places, strict=True))
-        self._message = Message(shard, sent_numels, received_numels, sum(map(self._numel, parts)))
-        self._starts: dict[int, int] = {}
+        received_places, received_numels = arranged([(part.rank, numel(part)) for part in received], shard.size)
+        self._message = Message(shard, sent_numels, received_numels, sum(map(numel, parts)))
+        self.sent_numels = [0] * shard.size
+        """The number of elements that each shard rank sends to others, there and back."""
+        for part in parts:
+            if part.rank != owners[part.matrix]:
+                self.sent_numels[part.rank] += numel(part)
+                self.sent_numels[owners[part.matrix]] += numel(part)
+        self._batches: list[tuple[list[int], range, tuple[int, int]]] = []  # (matrices, elements of `wholes`, shape)
         self._numel_of_wholes = self._joined_numel = 0
+        starts: dict[int, int] = {}
         for numbers, is_joined in batches:
-            for number in numbers:
-                self._starts[number] = self._numel_of_wholes
-                self._numel_of_wholes += shapes[number][0] * shapes[number][1]
+            rows, columns = shapes[numbers[0]]
+            elements = range(self._numel_of_wholes, self._numel_of_wholes + len(numbers) * rows * columns)
+            starts |= zip(numbers, elements[:: rows * columns], strict=True)
+            self._batches.append((numbers, elements, (rows, columns)))
+            self._numel_of_wholes = elements.stop
             self._joined_numel = self._numel_of_wholes if is_joined else self._joined_numel
+        self._received_rows: list[tuple[range, range]] = []  # (elements of `wholes`, of the message)
+        for part, place in zip(received, received_places, strict=True):
+            start = starts[part.matrix] + part.rows.start * shapes[part.matrix][1]
+            self._received_rows.append((range(start, start + numel(part)), place))
 
     def begin(self, dtype: torch.dtype, device: torch.device) -> None:
         """Begin an update, with zeros in all held rows."""
@@ -122,10 +137,8 @@ class Factor:
 
     def batches(self, wholes: Tensor) -> Iterator[tuple[list[int], Tensor]]:
         """Iterate over batches of matrices of one kind: their numbers, and factors (number, rows, columns)."""
-        for numbers, _ in self._batches:
-            rows, columns = self._shapes[numbers[0]]
-            start = self._starts[numbers[0]]
-            yield numbers, wholes[start : start + len(numbers) * rows * columns].view(-1, rows, columns)
+        for numbers, elements, shape in self._batches:
+            yield numbers, cut(wholes, elements).view(-1, *shape)
 
     def send_back(self, wholes: Tensor) -> None:
         """Launch the message with the rows of whole factors to the ranks that hold them."""
@@ -141,24 +154,10 @@ class Factor:
         """End an update: free the messages."""
         del self._held, self._received
 
-    def sent_numels(self) -> list[int]:
-        """Return the number of elements that each shard rank sends to others, there and back."""
-        found = [0] * self._message.axis.size
-        for part in self._parts:
-            if part.rank != self._owners[part.matrix]:
-                found[part.rank] += self._numel(part)
-                found[self._owners[part.matrix]] += self._numel(part)
-        return found
-
-    def _numel(self, part: Part) -> int:
-        return len(part.rows) * self._shapes[part.matrix][1]
-
     def _pairs(self, wholes: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield views of the rows of each received part, in the whole factors and in the message."""
-        for part, place in self._received_places.items():
-            columns, start = self._shapes[part.matrix][1], self._starts[part.matrix]
-            rows = wholes[start + part.rows.start * columns : start + part.rows.stop * columns]
-            yield rows, cut(self._received, place)
+        for elements, place in self._received_rows:
+            yield cut(wholes, elements), cut(self._received, place)
 
 
 def shares_of_all(
