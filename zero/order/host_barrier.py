@@ -38,6 +38,7 @@ class HostBarrier:
         """Tell ranks that wait here that this one has gone on, without the barrier, to its round `number`."""
         if self._axis.has_peers:
             self._store.set(f"{self._prefix}/gone/{self._axis.rank}", f"{number} {purpose}")
+            self._store.add(f"{self._prefix}/told", 1)
 
     def wait(self, purpose: str, number: float = math.inf) -> None:
         """Return when every rank of the axis waits with this purpose; at once on an axis without peers.
@@ -71,7 +72,7 @@ class HostBarrier:
     def _wait_for_end(self, prefix: str, purpose: str, number: float) -> None:
         own = f"{self._axis.name} rank {self._axis.rank} {purpose}"
         limit = self._store.timeout.total_seconds() / 2  # type: ignore[attr-defined]
-        begin, is_silent, pause = self._clock(), True, FIRST_PAUSE
+        begin, is_silent, pause, num_told = self._clock(), True, FIRST_PAUSE, 0
         # Not `wait` of the store: torch prints two lines whenever its time is over.
         while not self._is_set(f"{prefix}/end"):
             time.sleep(pause)
@@ -80,8 +81,10 @@ class HostBarrier:
                 continue
             if has_failed_elsewhere():
                 raise BrokenBarrier(f"{own}, and another rank has failed")
-            if gone := self._gone_to(number):
+            # One key, and not those of all ranks, of which each may ask the store for those of all others.
+            if (told := self._store.add(f"{self._prefix}/told", 0)) > num_told and (gone := self._gone_to(number)):
                 raise BrokenBarrier(f"{own}, {gone}")
+            num_told = told
             seconds = self._clock() - begin
             if seconds >= limit:
                 raise BrokenBarrier(f"{own}, and {self._arrived(prefix)} within {limit:g} s")

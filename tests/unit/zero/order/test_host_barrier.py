@@ -18,10 +18,28 @@ def now() -> list[float]:
     return [0.0]
 
 
+class NotingStore(dist.HashStore):
+    """A store that notes the keys that ranks look for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.looked_for: list[str] = []
+
+    def check(self, keys: list[str]) -> bool:
+        self.looked_for += keys
+        return super().check(keys)
+
+
 @pytest.fixture
-def barriers(monkeypatch, now) -> list[HostBarrier]:
+def store() -> NotingStore:
+    """The store of the barriers."""
+    return NotingStore()
+
+
+@pytest.fixture
+def barriers(monkeypatch, now, store) -> list[HostBarrier]:
     """Those of two ranks, in one process."""
-    store, made = dist.HashStore(), []
+    made = []
     store.set_timeout(timedelta(seconds=200))
     monkeypatch.setattr(host_barrier, "shared_store", lambda: store)
     monkeypatch.setattr(host_barrier, "POLL_SECONDS", 0.01)
@@ -69,6 +87,20 @@ def test_a_rank_that_tells_that_it_has_gone_on_is_not_waited_for(barriers, monke
     on_poll(monkeypatch, lambda poll: bool(barriers[1].tell(poll, f"sleeps {poll} hours")))
     with pytest.raises(BrokenBarrier, match=r"^data rank 0 eats, data rank 1 sleeps 3 hours$"):
         barriers[0].wait("eats", 3)
+
+
+def test_the_keys_of_ranks_are_looked_at_only_after_one_of_them_has_told_something(barriers, monkeypatch, store):
+    def act(poll: int) -> bool:
+        if poll == 3:
+            barriers[1].tell(1, "rests")
+        elif poll == 6:
+            barriers[1].wait("eats")
+        return False
+
+    on_poll(monkeypatch, act)
+    barriers[0].wait("eats", 3)
+    looked_for = [key.rpartition("/gone/")[2] for key in store.looked_for if "/gone/" in key]
+    assert looked_for == ["0", "1"]
 
 
 def test_half_of_a_collectives_time_is_waited_for_other_ranks_with_one_warning(barriers, monkeypatch, now, caplog):
