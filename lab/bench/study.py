@@ -53,6 +53,11 @@ class Run:
     def settings(self) -> Settings:
         return parse_settings(self.options)
 
+    @cached_property
+    def _saved(self) -> Settings:
+        """The settings in the folder of the run, which are those of all that was logged there."""
+        return parse_settings(["--config", f"{self.settings.run.dir}/{CONFIG}"])
+
     @property
     def steps(self) -> list[dict[str, Any]]:
         """The records of the logged steps, none if the run is not complete.
@@ -60,11 +65,9 @@ class Run:
         Raises ConfigError if the folder has a run with other settings.
         """
         folder = Path(self.settings.run.dir)
-        steps, config = read_steps(folder), folder / CONFIG
-        if steps and config.exists():
-            saved = parse_settings(["--config", str(config)])
-            if replace(saved, run=self.settings.run) != self.settings:
-                raise ConfigError(f"{folder} has a run with other settings; remove it, or choose another --output")
+        steps = read_steps(folder)
+        if steps and (folder / CONFIG).exists() and replace(self._saved, run=self.settings.run) != self.settings:
+            raise ConfigError(f"{folder} has a run with other settings; remove it, or choose another --output")
         return steps if steps and steps[-1]["step"] == self.settings.train.steps else []
 
     @property
@@ -111,6 +114,7 @@ class Study:
         found = parse_yaml(path.read_text(), str(path))
         if missing := {"options", "corpora", "seeds", "variants"} - found.keys():
             raise ConfigError(f"{path} has no {', '.join(sorted(missing))}; see python -m lab.bench.study --help")
+        self._runs: dict[tuple[str, ...], Run] = {}  # which have read their settings
         self._output, self._options, self._more = output, shlex.split(found["options"]), more
         self.corpora: dict[str, str] = found["corpora"]
         self._seeds: list[int] = found["seeds"]
@@ -125,7 +129,8 @@ class Study:
         folder = self._output / key.corpus / key.variant / "-".join(str(part) for part in key[2:] if part is not None)
         of_key = [f"--data.path={self.corpora[key.corpus]}", f"--train.seed={key.seed}", f"--run.dir={folder}"]
         of_key += [] if key.rate is None else [f"--optimizer.lr={key.rate}"]
-        return Run((*self._options, *self._options_of[key.variant], *of_key, *self._more))
+        options = (*self._options, *self._options_of[key.variant], *of_key, *self._more)
+        return self._runs.setdefault(options, Run(options))
 
     def tried(self) -> list[Key]:
         """Return the runs that find the best rate of each variant: those of the first seed on the first corpus."""
