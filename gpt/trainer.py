@@ -39,7 +39,7 @@ class Trainer:
     """The training of `state` on a corpus, from the newest checkpoint, if there is one, to the last step."""
 
     def __init__(self, settings: Settings, world: World, state: TrainState, corpus: Corpus, console: RunConsole):
-        self._settings, self._state, self._corpus, self._console = settings, state, corpus, console
+        self._settings, self.state, self._corpus, self._console = settings, state, corpus, console
         self._progress = Progress()
         self._records = Records(settings, world.is_first)
         self._watch = Watch(settings.run, world, state, self._records.on_abort)
@@ -94,7 +94,7 @@ class Trainer:
                 self._watch.running(),
                 self._console.progress(first, self._settings.train.steps),
             ):
-                roll_backs = RollBacks(self._settings.guard, self._state.guard)
+                roll_backs = RollBacks(self._settings.guard, self.state.guard)
                 while not self._run_steps(roll_backs):
                     pass
                 self._auditor.raise_found()
@@ -102,7 +102,7 @@ class Trainer:
                     self._console.say(f"stopped by a signal after step {self._progress.step}; start again to resume")
                     self._recovery.save(self._progress)
                 self._recovery.finish()
-                self._records.report(self._state, self._console)
+                self._records.report(self.state, self._console)
             if first >= self._settings.train.steps:
                 self._console.say(nothing_left(self._settings, self._progress.step))
         finally:
@@ -112,8 +112,8 @@ class Trainer:
         """Run steps until the last one, a signal or a roll-back; return False after a roll-back."""
         self._throughput.restart()
         self._auditor.restart()
-        log = self._state.mesh.log
-        num_skipped = int(self._state.optimizer.num_skipped.item())  # before the first step: the device is idle
+        log = self.state.mesh.log
+        num_skipped = int(self.state.optimizer.num_skipped.item())  # before the first step: the device is idle
         skipped_in_a_row = SkippedInARow(self._settings.guard.max_skipped_steps, self._progress.step, num_skipped)
         # Closed here if a step fails: its traceback would keep the thread that reads ahead alive.
         with closing(self._batches()) as batches:
@@ -142,15 +142,15 @@ class Trainer:
         """Compare replicas and save a checkpoint, if either is due after this step."""
         step, every = self._progress.step, self._settings.guard.check_replicas_every
         if every and step % every == 0:
-            compare_replicas(self._state, step)
+            compare_replicas(self.state, step)
         if (every := self._settings.checkpoint.snapshot_every) and step % every == 0:
             self._auditor.raise_found()  # a state that is known to be damaged is not saved
-            with self._state.mesh.log.during("checkpoint"):
+            with self.state.mesh.log.during("checkpoint"):
                 self._recovery.save_snapshot(self._progress)
             self._throughput.restart()
         if self._settings.checkpoint.every and self._is_due(self._settings.checkpoint.every):
             self._auditor.raise_found()
-            with self._state.mesh.log.during("checkpoint"):
+            with self.state.mesh.log.during("checkpoint"):
                 self._recovery.save(self._progress)
             self._throughput.restart()
 
@@ -164,11 +164,11 @@ class Trainer:
 
         with closing(self._corpus.training.steps(plan())) as steps:
             for (_, batch_size), micro_batches in zip(plan(), steps, strict=True):
-                yield batch_size, [batch.to(self._state.device, non_blocking=True) for batch in micro_batches]
+                yield batch_size, [batch.to(self.state.device, non_blocking=True) for batch in micro_batches]
 
     def _step(self, batch_size: int, micro_batches: list[MicroBatch]) -> dict[str, Any] | None:
         """Run one step, and return its record if it is logged."""
-        settings, state, step = self._settings, self._state, self._progress.step + 1
+        settings, state, step = self._settings, self.state, self._progress.step + 1
         lr = learning_rate(settings.schedule, settings.optimizer.lr, step - 1, settings.train.steps)
         state.set_learning_rate(lr)
         sent_before = sent_bytes(state.mesh.log)
@@ -224,9 +224,9 @@ class Trainer:
 
     def _measure(self, loss: Tensor, grad_norm: Tensor, lr: float) -> dict[str, Any]:
         """Return the record of this step. Waits for the device and for the other ranks."""
-        optimizer, progress = self._state.optimizer, self._progress
-        with self._state.mesh.log.during("metrics"):
-            mean_loss = mean_over(self._state.mesh, loss) if self._state.leaves is None else loss.item()
+        optimizer, progress = self.state.optimizer, self._progress
+        with self.state.mesh.log.during("metrics"):
+            mean_loss = mean_over(self.state.mesh, loss) if self.state.leaves is None else loss.item()
         record: dict[str, Any] = {
             "step": progress.step,
             "loss": mean_loss,
@@ -235,8 +235,8 @@ class Trainer:
             "tokens": round(progress.consumed_samples * self._corpus.tokens_per_sample),
             "unix_time": round(time.time(), 3),
         }
-        record |= self._throughput.measure() | peak_memory(self._state.device, self._state.model.planner.earlier_peaks)
-        record |= memory_by_kind(self._state.model, self._state.optimizer)
+        record |= self._throughput.measure() | peak_memory(self.state.device, self.state.model.planner.earlier_peaks)
+        record |= memory_by_kind(self.state.model, self.state.optimizer)
         record["skipped_steps"] = int(optimizer.num_skipped.item())
         if optimizer.loss_scale.is_dynamic:
             record["loss_scale"] = optimizer.loss_scale.scale.item()
@@ -244,13 +244,13 @@ class Trainer:
 
     def _evaluate(self) -> dict[str, float]:
         """Return the loss of each validation corpus, their mean and its perplexity. All ranks call it."""
-        samples_at_once = self._settings.train.batch.samples_at_once(self._state.mesh.num_batch_ranks)
+        samples_at_once = self._settings.train.batch.samples_at_once(self.state.mesh.num_batch_ranks)
         num_samples = math.ceil(self._settings.train.eval_samples / samples_at_once) * samples_at_once
         losses = {}
         for name, loader in self._corpus.validation.items():
             (micro_batches,) = loader.steps([(0, num_samples)])
-            on_device = (batch.to(self._state.device, non_blocking=True) for batch in micro_batches)
-            losses[name] = evaluate(self._state.model, on_device, self._state.mesh, self._state.leaves)
+            on_device = (batch.to(self.state.device, non_blocking=True) for batch in micro_batches)
+            losses[name] = evaluate(self.state.model, on_device, self.state.mesh, self.state.leaves)
             self._watch.beat()
         self._throughput.restart()
         loss = statistics.fmean(losses.values())
@@ -259,7 +259,7 @@ class Trainer:
 
     def _judge(self) -> dict[str, float]:
         """Return the metrics of the tasks. All ranks call it."""
-        state, batch_size = self._state, self._settings.train.micro_batch_size
+        state, batch_size = self.state, self._settings.train.micro_batch_size
         metrics = judge(state.model, self._tasks, state.mesh, batch_size, self._watch.beat)
         self._throughput.restart()
         return metrics
@@ -269,8 +269,8 @@ class Trainer:
         settings, corpus, texts = self._settings, self._corpus, []
         assert corpus.tokenizer is not None
         num_tokens, seq_length = settings.train.sample_tokens, settings.model.seq_length
-        with self._state.mesh.log.during("sampling"):
-            for text in sample_texts(self._state.model, corpus.tokenizer, corpus.prompts, num_tokens, seq_length):
+        with self.state.mesh.log.during("sampling"):
+            for text in sample_texts(self.state.model, corpus.tokenizer, corpus.prompts, num_tokens, seq_length):
                 texts.append(text)
                 self._watch.beat()
         self._throughput.restart()

@@ -60,7 +60,7 @@ class Stopping:
                 self._changed.wait_for(lambda: self._last is not None)
             if self._last is not None and step > self._last:
                 return False
-            # Written under the lock that `_agree` takes before it reports this number: no step can begin in between.
+            # Written under the lock that `agree` takes before it reports this number: no step can begin in between.
             self._begun = max(self._begun, step)
             return True
 
@@ -103,10 +103,10 @@ class Stopping:
                 received = [number for number in os.read(receiving, 64) if number in SIGNALS]
                 if received and asked_at is None:
                     asked_at = self._clock()
-                    self._attempt(self.request)
+                    attempt(self.request)
                 elif received and asked_at is not None and self._clock() > asked_at + SAME_SECONDS:
                     os._exit(128 + received[-1])
-            self._attempt(self._agree)
+            attempt(self.agree)
             # Without the store this rank reports no step: the time then counts from the signal.
             since = asked_at if self._reported_at is None else self._reported_at
             if self._last is None and since is not None and self._clock() > since + AGREEMENT_SECONDS:
@@ -124,14 +124,7 @@ class Stopping:
         self._on_abort(reason)
         os._exit(1)
 
-    def _attempt(self, action: Callable[[], None]) -> None:
-        """Try an action on the store. It fails if the rank or the launcher that serves the store has ended."""
-        try:
-            action()
-        except (RuntimeError, ValueError):
-            time.sleep(POLL_SECONDS)
-
-    def _agree(self) -> None:
+    def agree(self) -> None:
         """Report the present step if a stop was asked for, and read the last step if all ranks have reported."""
         if self._last is not None or not self._store.check(["stop/asked"]):
             return
@@ -148,6 +141,14 @@ class Stopping:
             with self._changed:
                 self._last = int(self._store.get("stop/last"))
                 self._changed.notify_all()
+
+
+def attempt(action: Callable[[], None]) -> None:
+    """Try an action on the store. It fails if the rank or the launcher that serves the store has ended."""
+    try:
+        action()
+    except (RuntimeError, ValueError):
+        time.sleep(POLL_SECONDS)
 
 
 def take_warnings(handler: Callable[[int, FrameType | None], object]) -> None:

@@ -135,9 +135,14 @@ class ZeroDataParallel(nn.Module):
         return self.levels.replicas
 
     @property
+    def units(self) -> Mapping[str, Unit]:
+        """The modules whose parameters are unsharded together, by name."""
+        return self._access.units
+
+    @property
     def flats(self) -> list[FlatParameters]:
         """All flat buffers, in the order of the layout."""
-        return [flat for unit in self._access.units.values() for flat in unit.flats]
+        return [flat for unit in self.units.values() for flat in unit.flats]
 
     def wait_for_updates(self, params: Iterable[nn.Parameter] | None = None) -> None:
         """Make updated parameters, some or all, readable by what is launched after this.
@@ -219,7 +224,7 @@ class ZeroDataParallel(nn.Module):
             if param not in unit_of:
                 raise ValueError(f"a tensor of shape {tuple(param.shape)} is not a parameter of this model")
         # All units, also those without parameters: a forward in here may run on one rank only, and is not recorded.
-        units = self._access.units.values() if params is None else {unit_of[param]: None for param in chosen}
+        units = self.units.values() if params is None else {unit_of[param]: None for param in chosen}
         reader = object()
         self._passes.begin_read()
         for unit in units:
@@ -334,10 +339,10 @@ class ZeroDataParallel(nn.Module):
         All ranks must call this. Change the module, then wrap it again and make a new optimizer, whose moments begin at
         zero. This object cannot be used any more. Raises ValueError inside `gathered()`.
         """
-        if any(unit.is_watched for unit in self._access.units.values()):
+        if any(unit.is_watched for unit in self.units.values()):
             raise ValueError("unwrap() was called inside gathered(); leave that context first")
         self._passes.begin_read()
-        for unit in self._access.units.values():
+        for unit in self.units.values():
             unit.unwrap(device)
         self._hooks.remove()
         module = self.module
@@ -405,7 +410,7 @@ class ZeroDataParallel(nn.Module):
 
     def _residency(self) -> Residency:
         """Return what decides which units are prefetched and kept: Gemini, if there is a budget of memory."""
-        units = self._access.units
+        units = self.units
         prefetch_numel = self.config.prefetch_numel
         if prefetch_numel is None:  # the largest unit, so that the next one is always gathered ahead
             prefetch_numel = max(LEAST_PREFETCHED, *(unit.transient_numel for name, unit in units.items() if name), 0)

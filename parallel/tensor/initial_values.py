@@ -31,7 +31,7 @@ def fill_normal(param: Tensor, std: float, name: str, dim: int | None, axis: Axi
     not divide the number of cells.
     """
     if dim is None:
-        param.copy_(_draw(param.shape, std, f"{name}/0"))
+        param.copy_(draw(param.shape, std, f"{name}/0"))
         return
     num_cells = math.gcd(param.shape[dim] * axis.size, CELLS)
     if num_cells % axis.size:
@@ -50,7 +50,7 @@ def fill_normal(param: Tensor, std: float, name: str, dim: int | None, axis: Axi
     first, stop = data.rank * stretch_numel, (data.rank + 1) * stretch_numel
     stretch = values[first:stop]
     for number in range(first // cell_numel, math.ceil(stop / cell_numel)):
-        cell = _draw(parts[0].shape, std, f"{name}/{axis.rank * own_cells + number}").view(-1)
+        cell = draw(parts[0].shape, std, f"{name}/{axis.rank * own_cells + number}").view(-1)
         start = number * cell_numel
         low, high = max(first, start), min(stop, start + cell_numel)
         stretch[low - first : high - first].copy_(cell[low - start : high - start])
@@ -59,7 +59,7 @@ def fill_normal(param: Tensor, std: float, name: str, dim: int | None, axis: Axi
         part.copy_(cell.view(part.shape))
 
 
-def _draw(shape: torch.Size, std: float, name: str) -> Tensor:
+def draw(shape: torch.Size, std: float, name: str) -> Tensor:
     digest = hashlib.sha256(name.encode()).digest()
     generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:4], "little"))
     return torch.empty(shape, dtype=torch.float32, device="cpu").normal_(0.0, std, generator=generator)

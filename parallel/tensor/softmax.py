@@ -49,7 +49,7 @@ class Softmax:
 
     def run(self, function: Callable[..., Any], *tensors: Tensor) -> Any:
         """Call a function of this module with these options."""
-        return _prepared(function, self)(*tensors)
+        return prepared(function, self)(*tensors)
 
 
 def log_sums(softmax: Softmax, logits: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ def _with_z_loss(factors: Tensor, sums: Tensor, z_loss: float) -> Tensor:
 
 
 @cache
-def _prepared(function: Callable[..., Any], softmax: Softmax) -> Callable[..., Any]:
+def prepared(function: Callable[..., Any], softmax: Softmax) -> Callable[..., Any]:
     """Return the function of tensors that is `function` with the options, compiled or eager."""
 
     def with_options(*tensors: Tensor) -> Any:

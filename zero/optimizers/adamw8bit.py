@@ -47,14 +47,14 @@ class AdamW8bit(CompressedAdamW):
         """Return the values of numbers and scales."""
         both = zip(SIGNED.values(), stored, strict=True)
         return [
-            dequantized(numbers, scales, self._table(is_signed, numbers.device)[0]).to(dtype)
+            dequantized(numbers, scales, self.table(is_signed, numbers.device)[0]).to(dtype)
             for is_signed, (numbers, scales) in both
         ]
 
     def encoded(self, moments: list[Tensor], param: nn.Parameter, elements: slice) -> list[Sequence[Tensor]]:
         """Return numbers and scales."""
         both = zip(SIGNED.values(), moments, strict=True)
-        return [quantized(values, self._table(is_signed, values.device)[1]) for is_signed, values in both]
+        return [quantized(values, self.table(is_signed, values.device)[1]) for is_signed, values in both]
 
     def requantize(self, param: nn.Parameter, scales: dict[str, Tensor]) -> None:
         """Quantize moments again that were quantized in other blocks; `scales` has the scale of each element.
@@ -64,11 +64,11 @@ class AdamW8bit(CompressedAdamW):
         """
         state = self.state[param]
         for name, is_signed in SIGNED.items():
-            table, bounds = self._table(is_signed, param.device)
+            table, bounds = self.table(is_signed, param.device)
             values = table[state[name].int()] * scales[f"{name}_{SCALE}"]
             state[name], state[f"{name}_{SCALE}"] = quantized(values, bounds)
 
-    def _table(self, is_signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
+    def table(self, is_signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the table and its bounds on a device; kept, because a copy to an accelerator would block the host."""
         tables: dict[Any, tuple[Tensor, Tensor]] = self.__dict__.setdefault("_tables", {})
         if (is_signed, device) not in tables:

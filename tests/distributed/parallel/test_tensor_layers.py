@@ -153,9 +153,9 @@ def initial_part(dim: int | None, tensor_size: int) -> tuple[Tensor, list[int]]:
     mesh, shape = Mesh.create(tensor_size), [48, 40]
     if dim is not None:
         shape[dim] //= tensor_size
-    part, drawn, draw = torch.empty(shape), [], initial_values._draw
+    part, drawn, draw = torch.empty(shape), [], initial_values.draw
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(initial_values, "_draw", lambda shape, *rest: drawn.append(shape.numel()) or draw(shape, *rest))
+        patch.setattr(initial_values, "draw", lambda shape, *rest: drawn.append(shape.numel()) or draw(shape, *rest))
         fill_normal(part, 0.5, "7/name", dim, mesh.tensor, mesh.data)
     return part, drawn
 

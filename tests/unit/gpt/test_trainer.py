@@ -88,7 +88,7 @@ def test_a_run_is_logged_with_its_speed_between_evaluations_samples_and_saves(
     every = {"train__eval_every": 2, "train__sample_every": 3, "train__layer_grad_norms_every": 3}
     every["checkpoint__every"] = 4
     trainer = make_trainer(prefix, tmp_path, train__eval_samples=3, train__sample_tokens=2, **every)
-    trainer._state.mesh.log.on_phase = phase_of_known_time
+    trainer.state.mesh.log.on_phase = phase_of_known_time
     now += 10.0  # such as for a checkpoint to resume from
     assert trainer.num_steps_done == 0
     trainer.train()
@@ -103,7 +103,7 @@ def test_a_run_is_logged_with_its_speed_between_evaluations_samples_and_saves(
         has_norms, is_full = step["step"] in (3, 6), "memory/parameters_bytes" in step and "loss_scale" not in step
         assert is_full
         assert any(name.startswith("grad_norm/") for name in step) == has_norms
-    groups = trainer._state.optimizer.inner.param_groups
+    groups = trainer.state.optimizer.inner.param_groups
     assert {steps[-1]["lr"]} == {group["lr"] for group in groups} < {step["lr"] for step in steps}
     assert [call for call in sink.calls if isinstance(call, int)] == [1, 2, 3, 4, 5, 6]
     assert sink.calls[-1] == ("finish", steps[-1], 0)

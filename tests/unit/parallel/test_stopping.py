@@ -41,7 +41,7 @@ def test_all_ranks_stop_after_the_same_step():
 
     def watch(rank: int) -> None:
         while not done.wait(pauses[rank][0]):
-            stops[rank]._agree()
+            stops[rank].agree()
 
     done = threading.Event()
     trainers = [threading.Thread(target=train, args=(rank,), daemon=True) for rank in range(size)]
@@ -67,7 +67,7 @@ def test_a_signal_asks_to_stop_and_its_handler_is_restored_after_the_block(numbe
         os.kill(os.getpid(), number)
         store.wait(["stop/step/0"], timedelta(seconds=LIMIT_SECONDS))
         os.kill(os.getpid(), number)  # as a launcher passes it on
-        peer._agree()
+        peer.agree()
         assert not stop.may_begin(2)
     assert signal.getsignal(number) is before
     assert signal.set_wakeup_fd(-1) == -1
@@ -79,10 +79,10 @@ def test_a_store_that_fails_is_asked_again_after_a_pause(monkeypatch):
     pauses: list[float] = []
     monkeypatch.setattr(stopping.time, "sleep", pauses.append)
     stop = Stopping(dist.HashStore(), 0, 1)
-    stop._attempt(stop.request)
+    stopping.attempt(stop.request)
     assert pauses == []
     for error in (dist.DistStoreError("gone"), ValueError("not an integer")):
-        stop._attempt(mock.Mock(side_effect=error))
+        stopping.attempt(mock.Mock(side_effect=error))
     assert pauses == [stopping.POLL_SECONDS] * 2
 
 

@@ -88,7 +88,7 @@ def moments_of(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> dict[tuple[
             for piece, (span, _) in zip(optimizer.pieces_of(bucket), spans, strict=True):
                 state = inner.state[piece.param]
                 for name, is_signed in SIGNED.items():
-                    table = inner._table(is_signed, piece.param.device)[0]
+                    table = inner.table(is_signed, piece.param.device)[0]
                     values = dequantized(state[name], state[f"{name}_{SCALE}"], table)
                     found.setdefault((span.name, name), []).append(values)
     shapes = {name: param.shape for name, param in model.module.named_parameters()}

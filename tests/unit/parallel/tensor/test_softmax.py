@@ -15,9 +15,9 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 @pytest.fixture
 def empty_cache() -> Iterator[None]:
-    softmax._prepared.cache_clear()
+    softmax.prepared.cache_clear()
     yield
-    softmax._prepared.cache_clear()
+    softmax.prepared.cache_clear()
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError, ImportError, OSError, SubprocessError])

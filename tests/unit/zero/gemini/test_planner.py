@@ -50,7 +50,7 @@ def units_of_layers() -> list[Unit]:
     """Return the units; the last one has elements of 2 bytes, the others of 4."""
     module = Layers()
     module.layers[2].bfloat16()
-    units = list(ZeroDataParallel(module, Axis.trivial("data"), ZeroConfig(3))._access.units.values())[1:]
+    units = list(ZeroDataParallel(module, Axis.trivial("data"), ZeroConfig(3)).units.values())[1:]
     assert [unit.transient_numel for unit in units] == NUMELS
     return units
 
@@ -200,7 +200,7 @@ def test_shards_are_cached_in_the_room_that_each_moment_has(
 
     for layer in model.module.layers:
         layer.register_forward_hook(after_forward)
-    for unit in model._access.units.values():
+    for unit in model.units.values():
         monkeypatch.setattr(unit, "_before_gather", note)
     for step in range(4):
         if step == 2:
