@@ -217,7 +217,8 @@ def dump_stacks(workers: list[Worker]) -> None:
     for worker in workers:
         assert worker.process.pid is not None  # it was started
         os.kill(worker.process.pid, signal.SIGABRT)
-    time.sleep(0.5)  # they write their stacks and end
+    for worker in workers:
+        worker.process.join(LATE_DEATH_SECONDS)  # it writes its stacks and ends
 
 
 def start_process(method: str, function: Callable[..., Any], *args: Any) -> BaseProcess:
