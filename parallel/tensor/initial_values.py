@@ -60,6 +60,7 @@ def fill_normal(param: Tensor, std: float, name: str, dim: int | None, axis: Axi
 
 
 def draw(shape: torch.Size, std: float, name: str) -> Tensor:
+    """Return normal numbers in fp32 that depend on the name only."""
     digest = hashlib.sha256(name.encode()).digest()
     generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:4], "little"))
     return torch.empty(shape, dtype=torch.float32, device="cpu").normal_(0.0, std, generator=generator)
