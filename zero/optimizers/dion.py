@@ -186,7 +186,7 @@ class FactorUpdates(OwnedMatrices):
 
     def _assign(self) -> Assignment:
         """Return the owner of each matrix, the largest first: of its holders, the one that has least work so far."""
-        costs = [self.inner.flops(matrix.whole_shape) for matrix in self.matrices]
+        costs = [self.flops_of(matrix) for matrix in self.matrices]
         flops, owners = [0] * self._shard.size, dict.fromkeys(range(len(costs)), 0)
         for number in sorted(owners, key=lambda number: -costs[number]):
             owner = owners[number] = min(self._holders[number], key=lambda rank: (flops[rank], rank))

@@ -106,7 +106,7 @@ class DionMethod(MatrixMethod):
         return super().rate(group, shape) * (1.0 if shape is None else math.sqrt(shape[0] / shape[1]))
 
     @staticmethod
-    def flops(shape: tuple[int, int]) -> int:
+    def flops(shape: tuple[int, int], group: dict[str, Any]) -> int:
         """Return a number proportional to the FLOPs of the decomposition of B Q."""
         return shape[0] * min(shape) ** 2
 

@@ -158,7 +158,7 @@ class Assignment:
 
 
 def assign(
-    matrices: Sequence[Matrix], flops_of: Callable[[tuple[int, int]], int], num_ranks: int, tensor_size: int = 1
+    matrices: Sequence[Matrix], flops_of: Callable[[Matrix], int], num_ranks: int, tensor_size: int = 1
 ) -> Assignment:
     """Assign matrices to `num_ranks` data ranks and to their tensor ranks, the longest first.
 
@@ -166,7 +166,7 @@ def assign(
     """
     loads = [[(0, 0)] * tensor_size for _ in range(num_ranks)]  # (FLOPs, elements) so far
     places: dict[int, tuple[int, int | None]] = {}  # by the number of the matrix
-    costs = [flops_of(matrix.whole_shape) for matrix in matrices]
+    costs = [flops_of(matrix) for matrix in matrices]
     least = [(0, 0, rank, tensor) for rank in range(num_ranks) for tensor in range(tensor_size)]
     for number in sorted(range(len(matrices)), key=lambda number: -costs[number]):
         is_joined = matrices[number].num_parts == tensor_size

@@ -78,7 +78,7 @@ class MatrixMethod(GroupedAdamW):
 
     @staticmethod
     @abstractmethod
-    def flops(shape: tuple[int, int]) -> int:
+    def flops(shape: tuple[int, int], group: dict[str, Any]) -> int:
         """Return a number proportional to the FLOPs of a whole matrix, by which matrices are divided over ranks."""
 
     def update_param(self, param: nn.Parameter, grad: Tensor, group: dict[str, Any]) -> None:

@@ -123,7 +123,7 @@ class MatrixUpdates(OwnedMatrices):
         # replicas are as long as the longest one: with fewer matrices than ranks they would be mostly padding.
         is_divided = not inner.matrix_state_bytes((1, 1)) and len(self.matrices) >= shard.size * replica.size
         divided = replica if is_divided else replica.without_peers()
-        self.assignment = assign(self.matrices, inner.flops, shard.size * divided.size, self.tensor.size)
+        self.assignment = assign(self.matrices, self.flops_of, shard.size * divided.size, self.tensor.size)
         own = [piece for of_bucket in self.pieces.values() for piece in of_bucket]
         divided_axes = shard, divided, self.tensor
         self._rounds = [

@@ -2,13 +2,14 @@
 
     direction        momentum, with or without Nesterov's
     iteration        the polynomials that make it orthogonal: newton_schulz, polar_express
+    iterates_on      how they are computed: from a Gram matrix for each, or from one for several (Dao AI Lab, 2026)
     normalization    none, or by the second moment of rows: NorMuon (Li et al., 2025)
 
 The weight decay is that of `MatrixMethod`, decoupled or cautious.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -20,6 +21,7 @@ from zero.partition.config import DTYPES
 
 Coefficients = tuple[float, float, float]
 IterationName = Literal["newton_schulz", "polar_express"]
+IteratesOn = Literal["matrix", "gram"]
 SAFETY = 1.01  # of Polar Express: rounding must not take a singular value past the range of the next polynomial
 # The best polynomials of degree 5 for singular values from 1e-3 to 1, one after the other, and the limit (Amsel et al.,
 # 2025, algorithm 1).
@@ -38,6 +40,8 @@ POLAR_EXPRESS: Sequence[Coefficients] = (
     ),
     (1.875, -1.25, 0.375),
 )
+# How much the steps that have one Gram matrix may increase a false eigenvalue of it: to 1, if rounding to bf16 made it.
+MOST_GROWTH = 256
 ROWS, ROWS_EPS = "row_mean_square", 1e-8  # of NorMuon: the name of the state, and what is added to its root
 Adjustment = Literal["original", "match_rms_adamw"]
 ITERATION_DTYPES = {"bf16": DTYPES["bf16"], "fp32": DTYPES["fp32"], "fp64": torch.float64}
@@ -48,7 +52,8 @@ class Muon(MatrixOptimizer):
 
     The names of Muon's settings are torch's. `lr_factor` multiplies the learning rate of matrices, `ns_eps` is torch's
     eps, and `ns_dtype` the type of the iteration, and of the messages: bf16, fp32 or fp64. `iteration`: newton_schulz
-    has `ns_coefficients` in all steps, polar_express those of Polar Express, other ones in each. The default
+    has `ns_coefficients` in all steps, polar_express those of Polar Express, other ones in each. `iterates_on`: matrix
+    makes a Gram matrix in each step, gram fewer where this takes fewer FLOPs (see `runs_of`). The default
     `adjust_lr_fn`, match_rms_adamw, gives an update the size of AdamW's, so that both can have one learning rate.
     `row_beta` is the decay of the second moment of rows, by which NorMuon divides them; None: rows stay as they are.
     `per_repetition`: each repetition of packed rows, such as a head, has matrices of its own.
@@ -59,6 +64,7 @@ class Muon(MatrixOptimizer):
         "momentum": 0.95,
         "nesterov": True,
         "iteration": "newton_schulz",
+        "iterates_on": "matrix",
         "ns_coefficients": (3.4445, -4.7750, 2.0315),
         "ns_eps": 1e-7,
         "ns_steps": 5,
@@ -96,11 +102,9 @@ class Muon(MatrixOptimizer):
 
     def transform(self, matrices: Tensor, group: dict[str, Any], states: Sequence[dict[str, Tensor]]) -> None:
         """Make the matrices nearly orthogonal, and normalize their rows."""
-        is_newton_schulz = group["iteration"] == "newton_schulz"
-        given = [group["ns_coefficients"]] if is_newton_schulz else POLAR_EXPRESS
-        steps = [given[min(number, len(given) - 1)] for number in range(group["ns_steps"])]
-        scale = self.if_kept(1.0 if is_newton_schulz else 1 / SAFETY, matrices.dtype)
-        orthogonalize_(matrices, steps, group["ns_eps"], scale)
+        scale = self.if_kept(1 / SAFETY if group["iteration"] == "polar_express" else 1.0, matrices.dtype)
+        shape = matrices.size(1), matrices.size(2)
+        orthogonalize_(matrices, runs_of(polynomials(group), shape, group["iterates_on"]), group["ns_eps"], scale)
         if (beta := self.defaults["row_beta"]) is not None:  # common to all groups, as the states are
             normalize_rows_(matrices, states, self.if_kept(1 - beta, states[0][ROWS].dtype))
 
@@ -117,25 +121,62 @@ class Muon(MatrixOptimizer):
         return super().rate(group, shape) * factor
 
     @staticmethod
-    def flops(shape: tuple[int, int]) -> int:
-        """Return half the FLOPs of a step of the iteration: m m n for the Gram matrix, m m m, and m m n."""
+    def flops(shape: tuple[int, int], group: dict[str, Any]) -> int:
+        """Return half the FLOPs of the products of the iteration."""
         m, n = min(shape), max(shape)
-        return 2 * m * m * n + m**3
+        runs = runs_of(polynomials(group), shape, group["iterates_on"])
+        return sum(2 * m * m * n + (4 * len(run) - 3) * m**3 for run in runs)
 
 
-def orthogonalize_(matrices: Tensor, steps: Sequence[Coefficients], eps: float, scale: Tensor | float = 1.0) -> None:
+def polynomials(group: Mapping[str, Any]) -> list[Coefficients]:
+    """Return the polynomial of each step of the iteration of a group."""
+    given = POLAR_EXPRESS if group["iteration"] == "polar_express" else [group["ns_coefficients"]]
+    return [given[min(number, len(given) - 1)] for number in range(group["ns_steps"])]
+
+
+def runs_of(steps: Sequence[Coefficients], shape: tuple[int, int], iterates_on: IteratesOn) -> list[list[Coefficients]]:
+    """Divide steps into runs, for each of which the Gram matrix of a matrix of `shape` is computed once.
+
+    gram: the next Gram matrix of a run of k steps is made of the one before. In products of m x m matrices, m being the
+    smaller side and n the other one, the run takes 2 n/m + 4 k - 3, and k runs of one step k (2 n/m + 1), which is more
+    if n/m is above 1.5. An eigenvalue that should be 0 grows by the square of a polynomial's slope at 0. If rounding
+    has made it negative it never returns to 0, so that the growth in a run is bounded; the first one is the shortest.
+    """
+    most_growth = MOST_GROWTH if iterates_on == "gram" and 2 * max(shape) > 3 * min(shape) else 0
+    runs: list[list[Coefficients]] = []
+    growth = math.inf
+    for step in reversed(steps):
+        growth *= step[0] ** 2
+        if growth >= most_growth:
+            runs.insert(0, [])
+            growth = 1.0
+        runs[0].insert(0, step)
+    return runs
+
+
+def orthogonalize_(
+    matrices: Tensor, runs: Sequence[Sequence[Coefficients]], eps: float, scale: Tensor | float = 1.0
+) -> None:
     """Overwrite matrices (number, rows, columns) by ones of the same singular vectors, with singular values near 1.
 
-    The iteration (quintic, a step for each odd polynomial of `steps`) runs in the matrices' type, from norms of
-    `scale`, with the operations of `torch.optim.Muon` in the same order. The result is 0 if `scale` is.
+    The iteration (quintic, a step for each odd polynomial of `runs`) runs in the matrices' type, from norms of `scale`.
+    With runs of one step its operations are those of `torch.optim.Muon` in the same order. The result is 0 if `scale`
+    is.
     """
     is_tall = matrices.size(1) > matrices.size(2)
     out = matrices.mT if is_tall else matrices
     norms = torch.linalg.vector_norm(out, dim=(1, 2), keepdim=True).clamp(min=eps)
     x = out / (norms / scale)
-    for a, b, c in steps:
-        gram = torch.bmm(x, x.mT)
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    for *steps, (a, b, c) in runs:
+        gram, product = torch.bmm(x, x.mT), None
+        for first, second, third in steps:  # their polynomials of the Gram matrix, which commute with it
+            factor = torch.baddbmm(gram, gram, gram, beta=second, alpha=third)
+            factor.diagonal(dim1=1, dim2=2).add_(first)
+            product = factor if product is None else torch.bmm(product, factor)
+            gram = torch.bmm(torch.bmm(gram, factor), factor)
+        left = x if product is None else product
+        left = torch.baddbmm(left, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), left, beta=a)
+        x = left if product is None else torch.bmm(left, x)
     out.copy_(x)
 
 

@@ -87,6 +87,10 @@ class OwnedMatrices(AssembledUpdates):
         with allocating(TensorKind.MOMENTS):
             return self.inner.state_of_matrix(number, self.matrices[number].whole_shape, self._device)
 
+    def flops_of(self, matrix: Matrix) -> int:
+        """Return a number proportional to the FLOPs of a matrix."""
+        return self.inner.flops(matrix.whole_shape, self.inner.param_groups[matrix.group])
+
     def group_of(self, piece: Piece) -> dict[str, Any]:
         """Return the parameter group of a piece."""
         return self.inner.param_groups[piece.group]

@@ -86,7 +86,7 @@ class Soap(MatrixOptimizer):
         return left @ update @ right.T * kept
 
     @staticmethod
-    def flops(shape: tuple[int, int]) -> int:
+    def flops(shape: tuple[int, int], group: dict[str, Any]) -> int:
         """Return a number proportional to the FLOPs of the products of a matrix and a matrix of each side."""
         rows, columns = shape
         return rows * columns * (rows + columns)

@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 from parallel.torch_internals import step_hooks_run_once
 from zero.step.pieces import Groups, Piece
 
-IMPLEMENTATION = {"fused", "foreach", "capturable", "differentiable"}  # settings that say how, not what, is computed
+# Settings that say how, not what, is computed.
+IMPLEMENTATION = {"fused", "foreach", "capturable", "differentiable", "iterates_on"}
 MIN_ALLOCATION_BYTES = 512  # that CUDA's allocator takes for any smaller tensor
 
 

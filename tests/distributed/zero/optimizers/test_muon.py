@@ -42,6 +42,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "muon": {},
     "polar express per head": {"iteration": "polar_express", "per_repetition": True},
     "normuon": {"row_beta": ROW_BETA, "nesterov": False},
+    "polar express on gram matrices per head": {
+        "iteration": "polar_express",
+        "iterates_on": "gram",
+        "per_repetition": True,
+    },
     "cautious normuon per head": {"row_beta": ROW_BETA, "cautious_decay": True, "per_repetition": True},
 }
 # Gemini with chunks of some parameters and room for a part of the states.

@@ -74,9 +74,12 @@ def start_soap(case: Case):
 
 NORMUON = "cautious normuon per head"
 NORMUON_CASES = [Case(0, 2, variant=NORMUON), Case(2, 1, 2, variant=NORMUON), Case(3, 2, variant=NORMUON)]
+ON_GRAM = "polar express on gram matrices per head"
+MUON_CASES = [Case(0, 2, variant="polar express per head"), Case(3, 2, variant=ON_GRAM), Case(2, 2, variant=ON_GRAM)]
 RESUMED: dict[str, tuple[Callable, list[Case]]] = {
     "soap": (start_soap, CASES),
     "normuon": (start_variant, NORMUON_CASES),
+    "muon": (start_variant, MUON_CASES),
 }
 
 
@@ -98,7 +101,7 @@ def train_and_resume(name: str, number: int, folder: Path) -> dict[str, Tensor]:
     return trained
 
 
-@pytest.mark.parametrize(("name", "expected"), [("soap", train_whole), ("normuon", None)])
+@pytest.mark.parametrize(("name", "expected"), [("soap", train_whole), ("normuon", None), ("muon", None)])
 def test_states_of_matrices_continue_under_other_layouts(name, expected, tmp_path):
     numbers = range(len(RESUMED[name][1]))
     found = run_cases(2, train_and_resume, [(name, number, tmp_path) for number in numbers])

@@ -30,7 +30,7 @@ BASE = "{data: {path: nowhere}, model: {num_layers: 1, hidden_size: 8, num_heads
     [
         ([], torch.optim.AdamW),
         (["--optimizer.cautious_decay=true"], CautiousAdamW),
-        (["--optimizer.name=muon", "--optimizer.muon.ns_steps=3"], Muon),
+        (["--optimizer.name=muon", "--optimizer.muon={ns_steps: 3, iterates_on: gram}"], Muon),
         (["--optimizer.name=muon", "--optimizer.muon={per_head: true, row_beta: 0.9}"], Muon),
         (["--optimizer.name=soap", "--optimizer.soap.refresh_every=3"], Soap),
         (["--optimizer.name=dion", "--optimizer.dion.rank_fraction=0.3"], Dion),

@@ -1,5 +1,6 @@
 """Packed matrices and their stretches, and an even division of matrices over ranks."""
 
+import math
 from itertools import pairwise
 
 import pytest
@@ -50,13 +51,15 @@ def gpt2_xl() -> list[Matrix]:
     return found
 
 
+@pytest.mark.parametrize("iterates_on", ["matrix", "gram"])
 @pytest.mark.parametrize("num_ranks", [8, 32, 256, 400])
-def test_the_work_at_1_5_billion_parameters_is_even(num_ranks):
+def test_the_work_at_1_5_billion_parameters_is_even(num_ranks, iterates_on):
     matrices = gpt2_xl()
     assert len(matrices) == 48 * 6
-    flops = assign(matrices, Muon.flops, num_ranks).all_flops
-    largest = max(Muon.flops(matrix.whole_shape) for matrix in matrices)
-    assert sum(flops) == sum(Muon.flops(matrix.whole_shape) for matrix in matrices)
+    group = Muon.own_defaults | {"iterates_on": iterates_on}
+    costs = {matrix: Muon.flops(matrix.whole_shape, group) for matrix in matrices}
+    flops, largest = assign(matrices, lambda matrix: costs[matrix], num_ranks).all_flops, max(costs.values())
+    assert sum(flops) == sum(costs[matrix] for matrix in matrices)
     assert flops.count(0) == max(0, num_ranks - len(matrices))
     assert max(flops) <= 1.15 * max(sum(flops) / num_ranks, largest)
 
@@ -66,7 +69,7 @@ def test_parts_of_tensor_ranks_are_computed_by_one_of_them():
     split = [Matrix(f"{n}", (2, 4), range(2), 2, 0, joined_dim=1, num_parts=2) for n in range(6)]
     whole = [Matrix("replicated", (4, 4), range(4), 4, 0)]
     assert split[0].whole_shape == (2, 8)
-    assignment = assign(split + whole, lambda shape: shape[0] * shape[1], 3, tensor_size=2)
+    assignment = assign(split + whole, lambda matrix: math.prod(matrix.whole_shape), 3, tensor_size=2)
     assert sorted(assignment.places[:6]) == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
     assert assignment.places[6] == (0, None)
     assert assignment.flops == [[32, 32], [16, 16], [16, 16]]

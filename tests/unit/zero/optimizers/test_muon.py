@@ -5,7 +5,8 @@ from functools import partial
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from lab.observe.memory_tracker import MemoryTracker
 from parallel.errors import ConfigError
@@ -18,7 +19,7 @@ from zero.optimizers.adamw8bit import AdamW8bit
 from zero.optimizers.adamw_bf16 import AdamWBf16
 from zero.optimizers.cautious_adamw import CautiousAdamW
 from zero.optimizers.dion import Dion
-from zero.optimizers.muon import Muon
+from zero.optimizers.muon import SAFETY, Muon, orthogonalize_, polynomials, runs_of
 from zero.optimizers.soap import Soap
 from zero.partition.config import ZeroConfig
 from zero.state.resident import buffer_bytes
@@ -89,6 +90,110 @@ def test_polar_express_has_the_authors_arithmetic_and_ends_near_one():
     assert (torch.linalg.svdvals(x) - 1).abs().max() < 0.14  # Newton-Schulz: 0.32
 
 
+def test_gram_newton_schulz_has_the_authors_arithmetic():
+    """The algorithm of Dao AI Lab, 2026: the Gram matrix R and the product Q, which begin anew after two steps."""
+    generator = torch.Generator().manual_seed(0)
+    grad = torch.randn(6, 15, generator=generator, dtype=torch.float64)
+    x, unit = grad / grad.norm(), torch.eye(6, dtype=torch.float64)
+    for num_steps in (2, 3):
+        r, q = x @ x.T, unit
+        for _ in range(num_steps):
+            z = -4.7750 * r + 2.0315 * r @ r + 3.4445 * unit
+            q, r = q @ z, z @ r @ z
+        x = q @ x
+    param = nn.Parameter(torch.zeros(6, 15, dtype=torch.float64))
+    settings = {"momentum": 0.0, "nesterov": False, "weight_decay": 0.0, "ns_dtype": "fp64", "adjust_lr_fn": "original"}
+    param.grad = grad
+    Muon([param], lr=1.0, iterates_on="gram", **settings).step()
+    torch.testing.assert_close(-param.detach(), x, rtol=0, atol=1e-13)
+
+
+ITERATIONS = {"newton_schulz": 1.0, "polar_express": 1 / SAFETY}  # and their norms
+
+
+def iterated(matrices: Tensor, iteration: str, iterates_on: str, ns_steps: int = 5) -> Tensor:
+    """Return matrices after an iteration in their type; once: that on Gram matrices, without restarts."""
+    steps = polynomials(Muon.own_defaults | {"iteration": iteration, "ns_steps": ns_steps})
+    shape = matrices.size(1), matrices.size(2)
+    matrices = matrices.clone()
+    runs = [steps] if iterates_on == "once" else runs_of(steps, shape, iterates_on)
+    orthogonalize_(matrices, runs, 1e-7, ITERATIONS[iteration])
+    return matrices
+
+
+@pytest.mark.parametrize("ns_steps", [1, 5, 8])
+@pytest.mark.parametrize("iteration", ITERATIONS)
+def test_both_forms_of_an_iteration_have_the_same_result(iteration, ns_steps):
+    """Matrices in fp64; those whose sides differ little have the same bits."""
+    for shape in [(6, 20), (20, 6), (40, 61), (8, 12), (8, 8)]:
+        matrices = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        matrix, gram = (iterated(matrices, iteration, name, ns_steps) for name in ("matrix", "gram"))
+        torch.testing.assert_close(gram, matrix, rtol=0, atol=1e-10)
+        assert gram.equal(matrix) == (ns_steps == 1 or max(shape) <= 1.5 * min(shape))
+
+
+def spectra(rows: int) -> dict[str, Tensor]:
+    exponents = torch.linspace(0, 1, rows, dtype=torch.float64)
+    rank_one = torch.eye(rows, dtype=torch.float64)[0]
+    return {
+        "equal": torch.ones(rows, dtype=torch.float64),
+        "1e-3 to 1": 1e-3**exponents,
+        "1e-6 to 1": 1e-6**exponents,
+        "half of the rank": (exponents < 0.5).double(),
+        "rank 1": rank_one,
+        "rank 1 and a little of the rest": rank_one.clamp(min=0.01),
+        "none": torch.zeros(rows, dtype=torch.float64),
+    }
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    return ((found.double() - expected).norm() / expected.norm().clamp(min=1e-30)).item()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("iteration", ITERATIONS)
+def test_gram_matrices_round_like_the_matrix_and_only_with_restarts(iteration, dtype):
+    """Errors are within a factor of 4 for each spectrum; without restarts the worst is more than 20 times, or NaN."""
+    worst = 0.0
+    for rows, columns in [(32, 64), (64, 256), (128, 320)]:
+        generator = torch.Generator().manual_seed(0)
+        random = torch.randn(rows, columns, generator=generator, dtype=torch.float64)
+        left, _, right = torch.linalg.svd(random, full_matrices=False)
+        for name, values in {"random": None, **spectra(rows)}.items():
+            matrix = (random if values is None else (left * values) @ right)[None].to(dtype)
+            exact = iterated(matrix.double(), iteration, "matrix")
+            plain, gram, once = (
+                relative_error(iterated(matrix, iteration, on), exact) for on in ("matrix", "gram", "once")
+            )
+            assert gram <= 4 * plain, (name, rows, plain, gram)
+            worst = max(worst, math.inf if math.isnan(once) else once / max(plain, 1e-30))
+    assert worst > 20
+
+
+@pytest.mark.parametrize("iterates_on", ["matrix", "gram"])
+@pytest.mark.parametrize("iteration", ITERATIONS)
+def test_flops_are_those_of_the_products(iteration, iterates_on):
+    for shape in [(6, 20), (20, 6), (8, 12), (8, 13), (8, 8)]:
+        matrix = torch.randn(1, *shape, generator=torch.Generator().manual_seed(0))
+        with FlopCounterMode(display=False) as counter:
+            iterated(matrix, iteration, iterates_on)
+        flops = {
+            on: Muon.flops(shape, Muon.own_defaults | {"iteration": iteration, "iterates_on": on})
+            for on in ("matrix", "gram")
+        }
+        assert counter.get_total_flops() == 2 * flops[iterates_on]
+        assert flops["gram"] < flops["matrix"] if max(shape) > 1.5 * min(shape) else flops["gram"] == flops["matrix"]
+
+
+def test_a_state_dict_does_not_say_how_the_iteration_is_computed():
+    of_matrix, of_gram = (
+        ZeroOptimizer(ZeroDataParallel(module, Axis.trivial("data"), ZeroConfig(1)), Muon, iterates_on=iterates_on)
+        for module, iterates_on in [(nn.Linear(4, 8, bias=False), "matrix"), (nn.Linear(4, 8, bias=False), "gram")]
+    )
+    of_gram.load_state_dict(of_matrix.state_dict())
+    assert of_gram.param_groups[0]["iterates_on"] == "gram"
+
+
 class Batches(Muon):
     """Muon that notes the number of matrices in each batch."""
 
@@ -128,6 +233,7 @@ def groups_of(module: Layers) -> list[dict]:
 
 KINDS = {
     "muon": Muon,
+    "muon on gram matrices": partial(Muon, iterates_on="gram"),
     "cautious normuon": partial(Muon, row_beta=0.9, cautious_decay=True),
     "cautious adamw": partial(CautiousAdamW, cautious_decay=True),
     "dion": partial(Dion, rank_fraction=0.5),
