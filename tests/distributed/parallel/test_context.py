@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from parallel.mesh import Mesh
-from parallel.tensor.context import over_context, own_stretch, whole_sequences
+from parallel.tensor.context import over_context
 from tests.ranks import run_cases
 
 BATCH, SEQ, HEAD_DIM = 2, 12, 4
@@ -47,24 +47,3 @@ def test_attention_over_stretches_equals_attention_over_whole_sequences():
             # q, k, v and the output, forward and backward; each rank keeps its own part.
             numel = BATCH * SEQ // size * HEAD_DIM * 2 * (num_heads + num_kv_heads)
             assert sent == 2 * numel * 8 * (size - 1) // size
-
-
-def coordinates(tensor_size: int, shard_size: int | None, context_size: int) -> tuple[list[int], Tensor]:
-    """Return this rank's coordinates and sizes, and the ids of its sequences gathered over the context."""
-    mesh = Mesh.create(tensor_size, shard_size=shard_size, context_size=context_size)
-    ids = torch.arange(8)[None] + 100 * mesh.batch_rank
-    stretch = own_stretch(ids, mesh.context)
-    gathered = whole_sequences(stretch[..., None], mesh.context)[..., 0]
-    assert torch.equal(gathered, ids)
-    parts = mesh.data.parts or ()
-    return [mesh.batch_rank, mesh.num_batch_ranks, mesh.context.rank, *(part.rank for part in parts)], mesh.rank
-
-
-def test_the_ranks_of_a_context_are_neighbours_on_the_data_axis():
-    found = run_cases(4, coordinates, [(1, None, 2), (2, None, 2), (1, 2, 2)])
-    assert [[place for place, _ in of_ranks] for of_ranks in found] == [
-        [[0, 2, 0], [0, 2, 1], [1, 2, 0], [1, 2, 1]],
-        [[0, 1, 0], [0, 1, 0], [0, 1, 1], [0, 1, 1]],
-        [[0, 2, 0, 0, 0], [0, 2, 1, 1, 0], [1, 2, 0, 0, 1], [1, 2, 1, 1, 1]],
-    ]
-    assert [rank for _, rank in found[0]] == [0, 1, 2, 3]

@@ -4,6 +4,7 @@ If one fails after an update of torch, the function that it tests is the place t
 """
 
 import math
+import sys
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
@@ -18,7 +19,7 @@ from torch.nn.attention import SDPBackend
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from parallel import torch_internals as internals
-from tests.programs import run_python
+from tests.programs import start_forked, wait_for_end
 from tests.ranks import run_ranks
 
 aten = torch.ops.aten
@@ -184,7 +185,11 @@ def test_the_attention_backend_is_the_one_that_runs():
         assert any(operation in str(seen) for seen in counting.seen)
 
 
-def test_a_cpu_without_the_instructions_has_no_products_in_bf16():
-    line = "import torch; from parallel.torch_internals import multiplies_in_bf16 as f; print(f(torch.device('cpu')))"
-    assert run_python("-c", line, ONEDNN_MAX_CPU_ISA="AVX2").stdout == "False\n"
+def exit_with_products_in_bf16() -> None:
+    sys.exit(internals.multiplies_in_bf16(CPU))
+
+
+def test_a_cpu_without_the_instructions_has_no_products_in_bf16(tmp_path):
+    process = start_forked(tmp_path / "said", exit_with_products_in_bf16, ONEDNN_MAX_CPU_ISA="AVX2")
+    assert wait_for_end(process) == 0
     assert internals.multiplies_in_bf16(torch.device("cuda"))

@@ -217,7 +217,7 @@ def assert_nothing_is_executed(folder: Path, num_cases: int, load: Callable[[Pat
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("num_cases", [40, pytest.param(1000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("num_cases", [15, pytest.param(1000, marks=pytest.mark.full)])
 @pytest.mark.parametrize("stage", [None, 2, 3])
 def test_a_damaged_or_hostile_folder_is_an_error_of_one_line(folder: Path, stage: int | None, num_cases: int):
     if stage is not None:

@@ -53,7 +53,7 @@ def least_fetched(uses: tuple[int, ...], num_places: int) -> int:
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=14), st.integers(0, 4))
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_no_other_choice_of_what_stays_fetches_less(uses, num_places):
     """The sequence ends: after it no chunk is used again."""
     ends = [*uses, *(-1 - n for n in range(len(uses) + 1))]
