@@ -34,14 +34,14 @@ def params_after_training(**combination: Any) -> dict[str, Tensor]:
 
 
 def check_overlap_never_changes_a_bit(dtype: torch.dtype) -> dict[int, dict[str, Tensor]]:
-    """Check it, and that a second run gives the same bits; return the parameters by stage."""
+    """Check it, and that a second run in stage 3 gives the same bits; return the parameters by stage."""
     results = {}
     for stage in ALL_STAGES if dist.get_world_size() == 2 else (0, 3):
         settings = {"name": "toy", "stage": stage, "bucket_numel": 1500, "num_micro_batches": 2, "dtype": dtype}
-        on, again, off = (params_after_training(**settings, overlap=overlap) for overlap in (True, True, False))
-        assert_same_bits(again, on)
+        on, off = (params_after_training(**settings, overlap=overlap) for overlap in (True, False))
         assert_same_bits(off, on)
         results[stage] = on
+    assert_same_bits(params_after_training(**settings), on)
     return results
 
 
@@ -55,11 +55,10 @@ def test_overlap_and_repetition_give_the_same_bits_on_all_ranks(data_size, dtype
 def check_stages_and_buckets_give_the_same_bits() -> None:
     """A sum of two terms has one order, so with two ranks even bf16 must agree, unless the norm is clipped."""
     settings = {"reduce_dtype": "bf16", "dtype": torch.bfloat16, "clip_norm": None}
-    for name, bucket_numels in (("toy", [1000, 2000, None]), ("gpt", [2000])):
-        cases = itertools.product(ALL_STAGES, bucket_numels)
-        found = [params_after_training(name=name, stage=stage, bucket_numel=n, **settings) for stage, n in cases]
-        for other in found[1:]:
-            assert_same_bits(other, found[0])
+    cases = itertools.product(ALL_STAGES, [1000, None])
+    found = [params_after_training(name="toy", stage=stage, bucket_numel=n, **settings) for stage, n in cases]
+    for other in found[1:]:
+        assert_same_bits(other, found[0])
 
 
 def test_stages_and_buckets_give_the_same_bits():
