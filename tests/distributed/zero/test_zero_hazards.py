@@ -14,7 +14,7 @@ from parallel.mesh import Axis, Mesh
 from tests.distributed.zero import test_several_optimizers
 from tests.distributed.zero.scenarios import test_ranks
 from tests.distributed.zero.test_zero_equals_one_process import case_of, train_with_zero
-from tests.models import batch, build, loss_of
+from tests.models import build
 from tests.ranks import run_ranks
 from tests.scenarios import STAGES, TOLERANCE, check, procedure_of
 from tests.twins import ALL_STAGES, Twins, assert_same_bits, check_all, configs, next_token_loss
@@ -34,14 +34,14 @@ def params_after_training(**combination: Any) -> dict[str, Tensor]:
 
 
 def check_overlap_never_changes_a_bit(dtype: torch.dtype) -> dict[int, dict[str, Tensor]]:
-    """Check it, and that a second run gives the same bits; return the parameters by stage."""
+    """Check it, and that a second run in stage 3 gives the same bits; return the parameters by stage."""
     results = {}
     for stage in ALL_STAGES if dist.get_world_size() == 2 else (0, 3):
         settings = {"name": "toy", "stage": stage, "bucket_numel": 1500, "num_micro_batches": 2, "dtype": dtype}
-        on, again, off = (params_after_training(**settings, overlap=overlap) for overlap in (True, True, False))
-        assert_same_bits(again, on)
+        on, off = (params_after_training(**settings, overlap=overlap) for overlap in (True, False))
         assert_same_bits(off, on)
         results[stage] = on
+    assert_same_bits(params_after_training(**settings), on)
     return results
 
 
@@ -55,11 +55,10 @@ def test_overlap_and_repetition_give_the_same_bits_on_all_ranks(data_size, dtype
 def check_stages_and_buckets_give_the_same_bits() -> None:
     """A sum of two terms has one order, so with two ranks even bf16 must agree, unless the norm is clipped."""
     settings = {"reduce_dtype": "bf16", "dtype": torch.bfloat16, "clip_norm": None}
-    for name, bucket_numels in (("toy", [1000, 2000, None]), ("gpt", [2000])):
-        cases = itertools.product(ALL_STAGES, bucket_numels)
-        found = [params_after_training(name=name, stage=stage, bucket_numel=n, **settings) for stage, n in cases]
-        for other in found[1:]:
-            assert_same_bits(other, found[0])
+    cases = itertools.product(ALL_STAGES, [1000, None])
+    found = [params_after_training(name="toy", stage=stage, bucket_numel=n, **settings) for stage, n in cases]
+    for other in found[1:]:
+        assert_same_bits(other, found[0])
 
 
 def test_stages_and_buckets_give_the_same_bits():
@@ -152,24 +151,3 @@ def test_scenarios_equal_one_process_below_stage_3_too(procedure):
     """By default, these scenarios run in one or two stages; here, one call of ranks serves the others."""
     find = partial(procedure_of, procedure.__module__)
     run_ranks(2, check, find, [procedure.__name__], STAGES[:3], TOLERANCE, torch.float64)
-
-
-def check_launches_have_one_order() -> None:
-    """Check it with batches that open different gates on different ranks."""
-    is_open = [[bool(batch(step, 0, rank).sum() % 2) for rank in range(2)] for step in range(3)]
-    assert any(len(set(ranks)) == 2 for ranks in is_open), is_open
-    mesh = Mesh.create(tensor_size=1)
-    mesh.log.keeps_events = True
-    for config in configs(*ALL_STAGES):
-        model = ZeroDataParallel(build("toy", checkpoints=True), mesh.data, config)
-        for step in range(3):
-            mesh.log.clear()
-            loss_of(model, batch(step, 0, mesh.data.rank)).backward()
-            model.reducer.clear()
-            orders: list = [None] * mesh.data.size
-            dist.all_gather_object(orders, [(event.op, event.message_bytes) for event in mesh.log.events])
-            assert all(order == orders[0] for order in orders), (config, step)
-
-
-def test_all_ranks_launch_in_one_order():
-    run_ranks(2, check_launches_have_one_order)

@@ -82,10 +82,10 @@ def check_overflows_leave_no_trace(optimizer: Optimizer, stages: list[int]) -> N
 
 def test_an_overflow_on_one_rank_skips_the_step_on_all():
     cases = [
-        ((torch.optim.AdamW, {"fused": True}), ALL_STAGES),
+        ((torch.optim.AdamW, {"fused": True}), [0, 3]),
         ((torch.optim.AdamW, {"foreach": True}), [1]),
         ((torch.optim.SGD, {"momentum": 0.9}), [2]),
-        ((torch.optim.SGD, {"momentum": 0.9, "fused": True}), [3]),
+        ((torch.optim.SGD, {"momentum": 0.9, "fused": True}), [1]),
     ]
     run_cases(2, check_overflows_leave_no_trace, cases)
 
@@ -179,14 +179,6 @@ def test_a_step_tells_the_model_the_factor_of_the_loss():
     assert factors == [2.0**10 / len(factors)] * len(factors)
 
 
-def test_an_optimizer_that_cannot_take_the_flag_waits_for_it():
-    mesh = Mesh.create(tensor_size=1)
-    model = ZeroDataParallel(small_gpt(torch.float16), mesh.data, ZeroConfig())
-    optimizer = ZeroOptimizer(model, torch.optim.SGD, loss_scale=LossScale(2.0, is_dynamic=True))
-    with NoWaiting(), pytest.raises(AssertionError, match="reads a tensor's value"):
-        train_step(model, optimizer, tokens_of(0, 0), mesh)
-
-
 def start(config: ZeroConfig, dtype: torch.dtype, offset: int) -> tuple[ZeroDataParallel, ZeroOptimizer]:
     """Return a model and optimizer whose weights, buffers and loss scale depend on `offset`."""
     module = build("toy", dtype=dtype)
@@ -211,10 +203,10 @@ def check_state_continues_bit_for_bit(folder: Path, buckets_of: dict[torch.dtype
         model, optimizer = start(config, dtype, offset=0)
         take_steps(model, optimizer, range(1))
         save(folder, model, optimizer)
-        take_steps(model, optimizer, range(1, 4))
+        take_steps(model, optimizer, range(1, 3))
         other_model, other_optimizer = start(config, dtype, offset=1)
         load(folder, other_model, other_optimizer)
-        take_steps(other_model, other_optimizer, range(1, 4))
+        take_steps(other_model, other_optimizer, range(1, 3))
         assert_same_bits(params_of(other_model), params_of(model))
         assert_same_bits(all_state(other_model, other_optimizer), all_state(model, optimizer))
 
@@ -381,10 +373,11 @@ def train_in_groups(share: int, dtype: torch.dtype, types: dict[str, Any]) -> tu
 def test_small_shards_are_updated_together_to_the_bit():
     """Two ranks have as many elements as two buckets' shards in a group if a group may have those of a bucket."""
     bf16 = torch.bfloat16
-    for types in ((torch.float32, {}), (bf16, {}), (bf16, {"accumulate_dtype": "bf16"})):  # these gradients are cast
-        for alone, together in zip(*run_cases(2, train_in_groups, [(8, *types), (1, *types)]), strict=True):
-            assert together[0] == [math.ceil(n / 2) for n in alone[0]]
-            assert_same_bits(together[1], alone[1])
+    types = (torch.float32, {}), (bf16, {}), (bf16, {"accumulate_dtype": "bf16"})  # these gradients are cast
+    found = run_cases(2, train_in_groups, [(share, *case) for case in types for share in (8, 1)])
+    for alone, together in zip(itertools.chain(*found[::2]), itertools.chain(*found[1::2]), strict=True):
+        assert together[0] == [math.ceil(n / 2) for n in alone[0]]
+        assert_same_bits(together[1], alone[1])
 
 
 def test_buckets_of_different_types_are_updated_apart(monkeypatch):

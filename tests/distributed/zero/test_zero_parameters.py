@@ -102,7 +102,7 @@ def test_groups_with_foreign_or_repeated_parameters_are_refused():
         ZeroOptimizer(model, torch.optim.SGD, [{"params": [module.bias]}, {"params": [module.bias]}])
 
 
-@pytest.mark.parametrize("stage", ALL_STAGES)
+@pytest.mark.parametrize("stage", [1, 3])
 def test_an_engine_without_references_is_freed(stage):
     model = ZeroDataParallel(nn.Linear(3, 2), Axis.trivial("data"), ZeroConfig(stage))
     optimizer = ZeroOptimizer(model, torch.optim.SGD, lr=0.1)

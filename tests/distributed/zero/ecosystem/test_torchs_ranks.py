@@ -88,7 +88,7 @@ def check_all_objects(folder: Path) -> None:
         "some ranks": dist.new_group(RANKS["some ranks"]),
         "a mesh of some ranks": DeviceMesh("cpu", RANKS["a mesh of some ranks"]),
     }
-    for name, ranks in objects.items():
+    for number, (name, ranks) in enumerate(objects.items()):
         torch.manual_seed(0)
         module = Blocks()
         if dist.get_rank() not in RANKS.get(name, range(4)):
@@ -100,7 +100,7 @@ def check_all_objects(folder: Path) -> None:
         if name in ("mesh", "replicas"):
             found = trained_by_fsdp2(copy.deepcopy(module), ranks, data.rank)
             torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
-        for stage in ALL_STAGES:
+        for stage in ALL_STAGES[number % 2 :: 2]:
             of_group = folder / f"{name} {stage} {dist.get_rank() - data.rank if name == 'a dim' else ''}"
             found = train_and_resume(ranks, stage, copy.deepcopy(module), of_group)
             torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)

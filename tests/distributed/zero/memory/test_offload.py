@@ -24,7 +24,7 @@ from zero.state import resident
 OPTIMIZER, PARAMETERS, BOTH = ("optimizer",), ("parameters",), ("optimizer", "parameters")
 
 FACTORS = {
-    "name": ["gpt", "toy", "t5", "albert"],
+    "name": ["gpt", "toy", "albert"],
     "stage": [0, 1, 2, 3],
     "offload": [OffloadConfig("host", states) for states in (OPTIMIZER, PARAMETERS, BOTH)],
     "sizes": [(1, None), (2, None), (2, 1)],

@@ -5,7 +5,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -35,7 +34,7 @@ from zero.partition.config import ZeroConfig
 from zero.state import resident
 from zero.state.checkpoint import load, save
 
-NUM_STEPS, MOMENTUM, FRACTION = 4, 0.9, 0.25
+NUM_STEPS, MOMENTUM, FRACTION = 3, 0.9, 0.25
 SETTINGS: dict[str, Any] = {"kind": Dion, "dtype": "fp64", "momentum": MOMENTUM, "rank_fraction": FRACTION}
 
 
@@ -76,16 +75,14 @@ def train(case: Case) -> dict[str, Tensor]:
 
 FACTORS: dict[str, list[Any]] = {
     "stage": [0, 1, 2, 3],
-    "ranks": [(2, 1), (1, 2), (2, 2)],
-    "num_micro_batches": [1, 2],
-    "bucket_numel": [300, 5000, None],
-    "placed": [NO_OFFLOAD, OffloadConfig(mode="host")],
+    "ranks": [(2, 1), (2, 2)],
+    "bucket_numel": [300, None],
     "model": [CONFIG, LLAMA],
 }
 
 
 def test_dion_equals_the_formulas_in_one_process():
-    cases = [case_of(**combination) for combination in pairwise(**FACTORS)]
+    cases = [case_of(placed=NO_OFFLOAD, **combination) for combination in pairwise(**FACTORS)]
     for num_ranks in {case.num_ranks for case in cases}:
         chosen = [[case] for case in cases if case.num_ranks == num_ranks]
         for (case,), found in zip(chosen, run_cases(num_ranks, train, chosen), strict=True):
@@ -210,23 +207,21 @@ def rows_held(matrix: Matrix, held: list[tuple[str, range]]) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("case", "dtype", "itemsize"),
-    [
-        (Case(1, 4, bucket_numel=256), "fp32", 4),
-        (Case(3, 4, bucket_numel=8000), "fp32", 4),
-        (Case(2, 2, 2, bucket_numel=128), "fp32", 4),
-        (Case(0, 4), "fp64", 8),
-    ],
-)
-def test_factors_are_all_that_is_sent(case, dtype, itemsize):
+MEASURED = [(Case(3, 4, bucket_numel=256), "fp32"), (Case(2, 2, 2, bucket_numel=128), "fp32"), (Case(0, 4), "fp64")]
+
+
+def test_factors_are_all_that_is_sent():
     """A rank that has h of m rows of a matrix, with r columns in its factors, sends (h + n + 1) r to its owner.
 
     The owner sends as much back. A row that two ranks have a part of counts for
     both. Tensor ranks add whole factors of the matrices of one owner, (m + n + 1) r elements, or (m + n + T) r if they
     divide the columns.
     """
-    found = run_ranks(4, measure, case, dtype)
+    for (case, dtype), found in zip(MEASURED, run_cases(4, measure, MEASURED), strict=True):
+        check_messages(found, case.tensor_size, {"fp32": 4, "fp64": 8}[dtype])
+
+
+def check_messages(found: list[dict[str, Any]], num_parts: int, itemsize: int) -> None:
     matrices, owners = found[0]["matrices"], found[0]["owners"]
     expected = {rank["rank"]: 0 for rank in found}
     of_tensor = dict(expected)
@@ -243,7 +238,6 @@ def test_factors_are_all_that_is_sent(case, dtype, itemsize):
                 numel = (sum(rows) + matrix.shape[1] + 1) * columns
                 expected[one["rank"]] += numel
                 expected[owner] += numel
-    num_parts = case.tensor_size
     for rank in found:
         assert rank["sent"]["shard"] == itemsize * expected[rank["rank"]] == itemsize * rank["planned"]
         assert rank["sent"]["tensor"] == 2 * (num_parts - 1) * itemsize * of_tensor[rank["rank"]] // num_parts

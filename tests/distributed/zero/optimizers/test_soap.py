@@ -26,7 +26,7 @@ from zero.optimizers.soap import SHIFT, Soap
 from zero.state import resident
 from zero.state.checkpoint import load, save
 
-NUM_STEPS, BETA, EPS, REFRESH_EVERY = 4, 0.9, 1e-4, 2
+NUM_STEPS, BETA, EPS, REFRESH_EVERY = 3, 0.9, 1e-4, 2
 
 CASES = [
     Case(0, 2),

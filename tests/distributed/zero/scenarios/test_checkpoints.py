@@ -94,28 +94,6 @@ def test_a_checkpoint_is_around_the_wrapped_model(run: Run) -> None:
         run.train_module(Blocks(), partial(loss, kind), steps=range(3))
 
 
-@scenario()
-def test_checkpoints_and_accumulation(run: Run) -> None:
-    for kind in KINDS:
-        model = run.wrap(AroundBlocks(kind, kind))
-        optimizer = run.optimizer(model)
-        for step in range(2):
-            optimizer.zero_grad()
-            with model.accumulate():
-                run.record(mean_square(model, run.batch(10 + step))).backward()
-            run.record(mean_square(model, run.batch(step))).backward()
-            optimizer.step()
-
-
-@scenario()
-def test_a_checkpointed_block_has_its_own_weights_in_two_units(run: Run) -> None:
-    for kind in KINDS:
-        module = AroundBlocks(kind, kind, kind)
-        module.blocks[2].down.weight = module.blocks[0].down.weight
-        module.blocks[1].up = module.blocks[0].up
-        train_each(run, [module])
-
-
 class FailsInBackward(nn.Module):
     """A block whose recomputation, or a hook in whose inner backward, raises."""
 

@@ -151,24 +151,6 @@ def test_a_block_returns_its_input_or_a_view_of_it(run: Run) -> None:
         run.train_module(Calls(lambda block, h: block(h * 1), *blocks))
 
 
-class ChangesList(Block):
-    """A block that changes a tensor in a list, and replaces another one in the list."""
-
-    def forward(self, tensors: list[Tensor]) -> None:
-        tensors[0].mul_(2)
-        tensors[1] = self.mlp(tensors[0]) + tensors[1]
-
-
-@scenario()
-def test_a_block_changes_tensors_in_a_list(run: Run) -> None:
-    def call(block: nn.Module, h: Tensor) -> Tensor:
-        tensors = [h * 1, h.sin()]
-        block(tensors)
-        return tensors[0] * tensors[1]
-
-    run.train_module(Calls(call, ChangesList(), ChangesList()))
-
-
 class Counts(Block):
     """A block that changes buffers in place: a counter and an average of what it has seen."""
 

@@ -53,20 +53,6 @@ def test_a_loss_of_energies_and_forces_trains(run: Run) -> None:
 
 
 @scenario()
-def test_a_differential_equation_is_learned(run: Run) -> None:
-    """A second derivative by the input in the loss: three backwards through the graph."""
-
-    def loss(model: Model, x: Tensor) -> Tensor:
-        x = x.clone().requires_grad_()
-        y = model(x)
-        (first,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-        (second,) = torch.autograd.grad(first[:, 0].sum(), x, create_graph=True)
-        return (second[:, 0] + y[:, 0]).square().mean() + y.square().mean()
-
-    run.train_module(Blocks(), loss)
-
-
-@scenario()
 def test_input_gradients_without_a_graph_are_taken_between_steps(run: Run) -> None:
     """Adversarial examples; the gradients of the parameters are left alone."""
 
@@ -115,22 +101,6 @@ def test_a_loss_contains_the_gradient_of_some_parameters_inside_gathered(run: Ru
             return error + sum(g.square().sum() for g in torch.autograd.grad(error, chosen, create_graph=True))
 
     run.train_by_parts(*run.start(Blocks()), loss)
-
-
-@scenario()
-def test_products_of_the_hessian_with_a_vector_are_computed(run: Run) -> None:
-    model, optimizer = run.start(Blocks())
-    for step in range(2):
-        params = list(model.parameters())
-        parts = run.parts(step)
-        products = []
-        for part in parts:
-            grads = torch.autograd.grad(mean_square(model, part) / len(parts), params, create_graph=True)
-            along = sum((grad * torch.ones_like(grad)).sum() for grad in grads)
-            products.append(torch.autograd.grad(along, params))
-        for values in zip(*products, strict=True):
-            run.record(sum(values))
-        run.train(model, optimizer, steps=[step])
 
 
 @scenario(STAGES)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch.utils.checkpoint import checkpoint
 
 from parallel.mesh import Mesh
 from tests.models import batch, build, loss_of
@@ -109,18 +109,6 @@ def check_step_while_gathered() -> None:
 
 def test_unsharded_weights_are_never_stale():
     run_ranks(2, check_step_while_gathered)
-
-
-def check_recomputation_to_the_end() -> None:
-    """Train without early stop: forward hooks run in backward too, and must not reshard what backward reads next."""
-    module = build("gpt", checkpoints=True)
-    twins = Twins(module, STAGE_3, lr=1e-2)
-    with set_checkpoint_early_stop(False):
-        twins.train(2)
-
-
-def test_recomputation_to_the_end_reshards_nothing_too_early():
-    run_ranks(2, check_recomputation_to_the_end)
 
 
 def check_launches_return_to_their_order() -> None:
