@@ -1,5 +1,6 @@
 """The loops of docs/migration.md, before and after: the real FSDP2 and ZeRO end with the same weights."""
 
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,5 @@ def check_loop(text: str, stage: int, folder: Path) -> None:
 
 
 def test_loops_end_with_the_weights_that_they_had_under_fsdp2(tmp_path: Path):
-    """The stages take turns."""
-    cases = enumerate(stage_and_loop for loop in LOOPS.values() for stage_and_loop in ((loop, 3), (loop, 1)))
-    run_cases(2, check_loop, [(loop, stage, tmp_path / str(number)) for number, (loop, stage) in cases])
+    cases = itertools.product(LOOPS.values(), (3, 1))
+    run_cases(2, check_loop, [(loop, stage, tmp_path / str(number)) for number, (loop, stage) in enumerate(cases)])
