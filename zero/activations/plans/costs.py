@@ -1,6 +1,6 @@
 """The bytes and the time of a plan for one block: what it holds, where it peaks, and what it adds to a step.
 
-bytes    of the two graphs, kernel by kernel: a tensor is allocated by its kernel and freed after the last one that
+bytes    of the two graphs, line by line: a tensor is allocated by its kernel and freed after the last one that
          reads it, as the code of the graphs does
 time     a kernel takes that of its arithmetic or of its memory traffic, whichever is longer, by the rates of the
          device; a copy to or from the host counts as far as kernels wait for it
@@ -8,7 +8,7 @@ time     a kernel takes that of its arithmetic or of its memory traffic, whichev
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor, fx
@@ -16,7 +16,7 @@ from torch.utils.flop_counter import flop_registry
 
 from parallel.torch_internals import OpOverload
 from zero.activations.choice import Hardware
-from zero.activations.plans.cut import Cut
+from zero.activations.plans.cut import Cut, Step
 from zero.activations.plans.joint import (
     JointGraph,
     is_view,
@@ -75,8 +75,9 @@ class CostModel:
         in_transit = sum(sum(sorted(parts[node] for node in some)[-NUM_IN_TRANSIT:]) for some in of_stores)
         read = [joint.inputs[number] for number in cut.inputs_read], [joint.outputs[n] for n in cut.outputs_read]
         tangents, outputs = _bytes_of(joint.tangents), _bytes_of(joint.outputs)
-        forward, end = peak_and_end(cut.forward, _bytes_of(joint.inputs), {})
-        backward, _ = peak_and_end(cut.backward, _bytes_of(read[0] + read[1]), _bytes_of(held) | tangents, tangents)
+        forward, end = peak_and_end(cut.forward_steps, {*joint.outputs, *held}, _bytes_of(joint.inputs), {})
+        gradients, given = set(filter(None, joint.gradients)), _bytes_of(read[0] + read[1])
+        backward, _ = peak_and_end(cut.backward_steps, gradients, given, _bytes_of(held) | tangents, tangents)
         held_bytes = sum(_bytes_of([node for node in held if node not in elsewhere]).values()) + on_device
         x_bytes, is_kept = num_bytes(x), x in read[0]
         forward = x_bytes + max(forward, end + on_device + in_transit)
@@ -109,13 +110,13 @@ class CostModel:
         forward = sum(self.kernel_seconds(node) for node in cut.joint.forward_nodes)
         first = next(iter(copies))  # to be read, and so the last to be copied
         waiting = sum(copies.values()) - min(copies[first], forward)
-        held, now, fetched = iter(cut.held), 0.0, 0.0
-        for node in cut.backward.nodes:
-            if node.op == "call_method":
-                fetched += copies.get(next(held).node, 0.0)
+        now = fetched = 0.0
+        for node, kind in cut.backward_steps:
+            if kind == "held":
+                fetched += copies.get(node, 0.0)
                 waiting += max(0.0, fetched - now)
                 now = max(now, fetched)
-            else:
+            elif kind == "computed":
                 now += self.kernel_seconds(node)
         return waiting
 
@@ -180,27 +181,34 @@ def _bytes_of(nodes: Collection[fx.Node]) -> dict[int, int]:
 
 
 def peak_and_end(
-    graph: fx.Graph, external: Collection[int], present: Mapping[int, int], permanent: Collection[int] = ()
+    steps: Sequence[Step],
+    results: Collection[fx.Node],
+    external: Collection[int],
+    present: Mapping[int, int],
+    permanent: Collection[int] = (),
 ) -> tuple[int, int]:
-    """Return the bytes of the storages of a graph at the peak and after its last kernel.
+    """Return the bytes of the storages of a graph at the peak and after its last line.
 
-    `external` storages are not counted; `present` ones, {storage: bytes}, exist before the first kernel, `permanent`
-    ones among them to the end. The others are freed when no variable of the graph refers to them.
+    `external` storages are not counted; `present` ones, {storage: bytes}, exist before the first line, `permanent` ones
+    among them to the end. The others are freed when no variable of the graph refers to them; `results` are returned.
     """
     live, references = dict(present), Counter[int](list(permanent))
     total = peak = sum(live.values())
-    last_users = {arg: node for node in graph.nodes for arg in (node, *node.all_input_nodes)}
-    dying: dict[fx.Node, list[fx.Node]] = {}
-    for variable, node in last_users.items():
-        dying.setdefault(node, []).append(variable)
-    for node in graph.nodes:
+    last_lines = {node: number for number, step in enumerate(steps) for node in (step.node, *step.reads)}
+    dying: dict[int, list[fx.Node]] = {}
+    for node, number in last_lines.items():
+        if node not in results:
+            dying.setdefault(number, []).append(node)
+    for number, (node, kind) in enumerate(steps):
+        if kind == "state":
+            continue
         for storage, size in storages(node):
             references[storage] += 1
             if storage not in live and storage not in external:
                 live[storage] = size
                 total += size
-        peak = max(peak, total + workspace_bytes(node))
-        for variable in dying.get(node, ()) if node.op != "output" else ():
+        peak = max(peak, total + (workspace_bytes(node) if kind == "computed" else 0))
+        for variable in dying.get(number, ()):
             for storage, _ in storages(variable):
                 references[storage] -= 1
                 if not references[storage]:

@@ -4,18 +4,20 @@
     backward    what is held, inputs and outputs, gradients of the outputs -> gradients of the inputs
 
 A kernel is computed again right before the first backward kernel that reads it. What is held comes as a list from which
-the backward takes each tensor right before its first use, so that memory is freed as soon as in eager mode.
+the backward takes each tensor right before its first use, so that memory is freed as soon as in eager mode. A planner
+compares hundreds of plans by their lines; the graphs, which take much longer, are made of the plan that runs.
 """
 
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
-from zero.activations.plans.joint import JointGraph, ancestors, is_backward, is_random, kernel_of, tensors_of
+from zero.activations.plans.joint import JointGraph, ancestors, is_backward, is_random, tensors_of
 
 Nodes = frozenset[fx.Node]
 
@@ -27,17 +29,74 @@ class Held(NamedTuple):
     is_state: bool
 
 
+class Step(NamedTuple):
+    """A line of a graph, with a node of the joint graph."""
+
+    node: fx.Node
+    kind: Literal["computed", "given", "held", "state"]
+    """How the line comes by the node's result: by its kernel, from autograd, or from what forward has left. state: the
+    line has the state of the generator before the node draws."""
+
+    @property
+    def reads(self) -> list[fx.Node]:
+        """The nodes whose results the line reads."""
+        return self.node.all_input_nodes if self.kind == "computed" else []
+
+
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """The two graphs of a plan."""
+    """The two graphs of a plan: their lines, which costs are counted from, and the graphs, once they are asked for."""
 
     joint: JointGraph
-    forward: fx.Graph
-    backward: fx.Graph
-    held: list[Held]  # in the order in which backward takes them
+    forward_steps: list[Step]
+    backward_steps: list[Step]
     inputs_read: list[int]  # numbers of the inputs that backward reads as they are, ..
     outputs_read: list[int]  # .. and of the outputs
-    recomputed: list[fx.Node]  # the forward nodes that backward computes again
+
+    @cached_property
+    def held(self) -> list[Held]:
+        """What forward leaves, in the order in which backward takes it."""
+        return _held(self.backward_steps)
+
+    @cached_property
+    def recomputed(self) -> list[fx.Node]:
+        """The forward nodes that backward computes again."""
+        return [node for node, kind in self.backward_steps if kind == "computed" and not is_backward(node)]
+
+    @cached_property
+    def forward(self) -> fx.Graph:
+        """The graph of inputs -> outputs and `held`, the first one last: backward takes from the end of a list."""
+        graph, copies, states = fx.Graph(), dict[fx.Node, fx.Node](), dict[fx.Node, fx.Node]()
+        for node, kind in self.forward_steps:
+            if kind == "state":
+                states[node] = graph.call_function(random_state, (next(tensors_of(node)).device,))
+            else:
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+        found = [(states if is_state else copies)[node] for node, is_state in reversed(self.held)]
+        graph.output((*(copies[node] for node in self.joint.outputs), *found))
+        return graph
+
+    @cached_property
+    def backward(self) -> fx.Graph:
+        """The graph of `held`, inputs and outputs, gradients of the outputs -> gradients of the inputs."""
+        graph, copies, states = fx.Graph(), dict[fx.Node, fx.Node](), dict[fx.Node, fx.Node]()
+        held = graph.placeholder("held")
+        for node, kind in self.backward_steps:
+            if kind == "state":
+                states[node] = graph.call_method("pop", (held,))
+            elif kind == "held":
+                copies[node] = graph.call_method("pop", (held,))
+            elif kind == "given":
+                copies[node] = graph.placeholder(node.name)
+            elif node in states:
+                args, kwargs = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
+                operation: Any = node.target
+                replay = replay_of(operation, next(tensors_of(node)).device)
+                copies[node] = graph.call_function(replay, (states[node], *args), kwargs)
+            else:
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+        graph.output(tuple(node and copies[node] for node in self.joint.gradients))
+        return graph
 
 
 def cut(joint: JointGraph, kept: Nodes, stored: Nodes = frozenset()) -> Cut:
@@ -48,98 +107,56 @@ def cut(joint: JointGraph, kept: Nodes, stored: Nodes = frozenset()) -> Cut:
     from_autograd = (kept & set(joint.outputs)) | (set(joint.inputs) - stored)
     wanted = [node for node in joint.gradients if node is not None]
     from_autograd &= ancestors(wanted, kept | set(joint.inputs))
-    backward = _Backward(joint, (kept | stored) - from_autograd, from_autograd, wanted)
-    graph = backward.build()
+    backward = _backward_steps(joint, (kept | stored) - from_autograd, from_autograd, wanted)
     return Cut(
         joint,
-        _forward(joint, backward.held),
-        graph,
-        backward.held,
+        _forward_steps(joint, _held(backward)),
+        backward,
         [number for number, node in enumerate(joint.inputs) if node in from_autograd],
         [number for number, node in enumerate(joint.outputs) if node in from_autograd],
-        backward.recomputed,
     )
 
 
-def _forward(joint: JointGraph, held: list[Held]) -> fx.Graph:
-    """Return the graph of inputs -> outputs and `held`, the first one last: backward takes from the end of a list."""
-    graph, copies, states = fx.Graph(), dict[fx.Node, fx.Node](), dict[fx.Node, fx.Node]()
+def _held(backward: list[Step]) -> list[Held]:
+    return [Held(node, kind == "state") for node, kind in backward if kind in ("held", "state")]
+
+
+def _forward_steps(joint: JointGraph, held: list[Held]) -> list[Step]:
+    """Return the lines that compute the outputs and what is held."""
     needed = ancestors([*joint.outputs, *(node for node, _ in held)]) | set(joint.inputs)
     drawn = {node for node, is_state in held if is_state}
+    steps: list[Step] = []
     for node in joint.nodes:
+        if node in drawn:
+            steps.append(Step(node, "state"))
         if node in needed:
-            if node in drawn:
-                states[node] = graph.call_function(random_state, (next(tensors_of(node)).device,))
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-    found = [(states if is_state else copies)[node] for node, is_state in reversed(held)]
-    graph.output((*(copies[node] for node in joint.outputs), *found))
-    return graph
+            steps.append(Step(node, "computed"))
+    return steps
 
 
-class _Backward:
-    """A graph of the backward that is being built."""
-
-    def __init__(self, joint: JointGraph, kept: Nodes, from_autograd: Nodes, wanted: list[fx.Node]):
-        self._joint, self._kept, self._graph = joint, kept, fx.Graph()
-        self._wanted, self._needed = wanted, ancestors(wanted, kept | from_autograd)
-        self._list = self._graph.placeholder("held")
-        self.held: list[Held] = []
-        self.recomputed: list[fx.Node] = []
-        first = [node for node in (*joint.inputs, *joint.outputs) if node in from_autograd]
-        self._copies = {node: self._placeholder(node) for node in dict.fromkeys([*first, *joint.tangents])}
-
-    def build(self) -> fx.Graph:
-        """Return the graph of all gradients."""
-        for node in self._joint.nodes:
-            if node in self._needed and is_backward(node):
-                self._append_with_sources(node)
-        for node in self._wanted:  # for a gradient that needs no kernel of backward
-            self._append_with_sources(node)
-        self._graph.output(tuple(node and self._copies[node] for node in self._joint.gradients))
-        return self._graph
-
-    def _placeholder(self, node: fx.Node) -> fx.Node:
-        placeholder = self._graph.placeholder(node.name)
-        placeholder.meta = dict(node.meta)
-        return placeholder
-
-    def _append_with_sources(self, wanted: fx.Node) -> None:
-        """Append a node after all that it is computed from, as far as they are not there yet."""
-        remaining = [wanted]  # not by recursion: a chain may be longer than Python's stack
-        while remaining:
-            node = remaining[-1]
-            sources = [] if node in self._kept else node.all_input_nodes
-            if node in self._copies or all(source in self._copies for source in sources):
-                remaining.pop()
-                if node not in self._copies:
-                    self._copies[node] = self._append(node)
-                    # At once: else the tuple would keep all of its tensors until the last one is read.
-                    remaining += [
-                        part for part in node.users if part.target is operator.getitem and part in self._needed
-                    ]
-            else:
-                remaining += [source for source in reversed(sources) if source not in self._copies]
-
-    def _append(self, node: fx.Node) -> fx.Node:
-        if node in self._kept:
-            return self._take(Held(node, is_state=False))
-        if not is_backward(node):
-            self.recomputed.append(node)
-            if is_random(node):
-                state = self._take(Held(node, is_state=True))
-                args, kwargs = fx.map_arg((node.args, node.kwargs), self._copies.__getitem__)
-                operation: Any = node.target
-                replay = replay_of(operation, next(tensors_of(node)).device)
-                again = self._graph.call_function(replay, (state, *args), kwargs)
-                again.meta = node.meta | {"source": kernel_of(node)}
-                return again
-        return self._graph.node_copy(node, self._copies.__getitem__)
-
-    def _take(self, held: Held) -> fx.Node:
-        self.held.append(held)
-        taken = self._graph.call_method("pop", (self._list,))
-        taken.meta = {} if held.is_state else dict(held.node.meta)
-        return taken
+def _backward_steps(joint: JointGraph, kept: Nodes, from_autograd: Nodes, wanted: list[fx.Node]) -> list[Step]:
+    """Return the lines that compute all gradients, each right before the first one that reads it."""
+    needed = ancestors(wanted, kept | from_autograd)
+    first = [node for node in (*joint.inputs, *joint.outputs) if node in from_autograd]
+    steps = [Step(node, "given") for node in dict.fromkeys([*first, *joint.tangents])]
+    present = {step.node for step in steps}
+    # Gradients that need no kernel of backward come last.
+    remaining = [*reversed(wanted), *(node for node in reversed(joint.nodes) if node in needed and is_backward(node))]
+    while remaining:  # not by recursion: a chain may be longer than Python's stack
+        node = remaining.pop()
+        if node in present:
+            continue
+        sources = [] if node in kept else node.all_input_nodes
+        if missing := [source for source in sources if source not in present]:
+            remaining += [node, *reversed(missing)]
+            continue
+        present.add(node)
+        if node not in kept and is_random(node) and not is_backward(node):
+            steps.append(Step(node, "state"))
+        steps.append(Step(node, "held" if node in kept else "computed"))
+        # At once: else the tuple would keep all of its tensors until the last one is read.
+        remaining += [part for part in node.users if part.target is operator.getitem and part in needed]
+    return steps
 
 
 def random_state(device: torch.device) -> Tensor:

@@ -85,9 +85,10 @@ class JointGraph:
         return self.owners[storage_of(node)] if isinstance(value_of(node), Tensor) else node
 
     @cached_property
-    def forward_nodes(self) -> set[fx.Node]:
-        """The nodes that the outputs are computed from."""
-        return ancestors(self.outputs)
+    def forward_nodes(self) -> list[fx.Node]:
+        """The nodes that the outputs are computed from, in an order in which sums are the same on all ranks."""
+        needed = ancestors(self.outputs)
+        return [node for node in self.nodes if node in needed]
 
     @cached_property
     def varying(self) -> set[fx.Node]:

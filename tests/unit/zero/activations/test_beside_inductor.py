@@ -16,6 +16,7 @@ from parallel.mesh import Axis
 from parallel.tensor.token_layout import ReplicatedTokens
 from zero.activations.choice import Hardware
 from zero.activations.plans.costs import CostModel, peak_and_end
+from zero.activations.plans.cut import Step
 from zero.activations.plans.joint import storages
 from zero.activations.plans.module import PlannedBlocks
 
@@ -46,14 +47,20 @@ def inductors_graphs(block: nn.Module, x: Tensor, budget: float) -> list[fx.Grap
     return graphs
 
 
+def lines_of(graph: fx.Graph) -> tuple[list[Step], list[fx.Node]]:
+    """Return the lines of a graph, and the nodes that it returns."""
+    *nodes, output = graph.nodes
+    return [Step(node, "computed") for node in nodes], output.all_input_nodes
+
+
 def peak_of_blocks(forward: fx.Graph, backward: fx.Graph, x_bytes: int) -> int:
     """Return the bytes that NUM_BLOCKS of them allocate, counted as a plan's: the inputs and the last output too."""
     (output, *_) = forward.output_node().args[0]
     inputs = backward.find_nodes(op="placeholder")
     tangents, given = ([node for node in inputs if node.name.startswith(name)] for name in ("tangents", "primals"))
     held = sizes(set(inputs) - {*tangents, *given})
-    in_forward, _ = peak_and_end(forward, sizes(forward.find_nodes(op="placeholder")), {})
-    in_backward, _ = peak_and_end(backward, sizes(given), held | sizes(tangents), sizes(tangents))
+    in_forward, _ = peak_and_end(*lines_of(forward), sizes(forward.find_nodes(op="placeholder")), {})
+    in_backward, _ = peak_and_end(*lines_of(backward), sizes(given), held | sizes(tangents), sizes(tangents))
     last = max(in_forward, in_backward + sum(sizes([output]).values()))
     return NUM_BLOCKS * x_bytes + (NUM_BLOCKS - 1) * sum(held.values()) + last
 
