@@ -259,6 +259,15 @@ def test_kernels_wait_for_all_copies_of_a_block_but_the_last_one():
     assert waiting > 0.9 * forward_seconds * sum(copied[:-1]) / sum(copied)
 
 
+def test_times_are_added_in_the_order_of_the_graph():
+    """In another order tensor ranks would round them in other ways, and could choose plans that send other things."""
+    make, args = MODELS["gpt"]
+    plans = planned(equal_blocks(make, 1), (x_of(), *args), budget_gb=PLENTY)
+    assert plans.plan is not None
+    joint = plans.plan.first.cut.joint
+    assert [*joint.forward_nodes] == [node for node in joint.nodes if node in joint.forward_nodes]
+
+
 class RandomBlock(nn.Module):
     """Several random operations, whose masks a plan may keep or draw again independently."""
 
