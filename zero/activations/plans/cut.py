@@ -55,7 +55,7 @@ class Cut:
 
     @cached_property
     def held(self) -> list[Held]:
-        """What forward leaves, in the order in which backward takes it."""
+        """Parts of what forward leaves, in the order in which backward takes them."""
         return _held(self.backward_steps)
 
     @cached_property
