@@ -66,7 +66,7 @@ class CostModel:
     def footprint(self, cut: Cut, x: fx.Node, placements: Placements) -> Footprint:
         """Return what a plan of a block with the input `x` costs."""
         joint = cut.joint
-        held = [item.node for item in cut.held if not item.is_state]
+        held = [node for node, kind in cut.held if kind == "held"]
         elsewhere = {node: placements[node] for node in held if placements[node] != "keep"}
         parts = {node: math.ceil(num_bytes(node) / self._num_parts(joint, node)) for node in elsewhere}
         on_device = sum(parts[node] for node, store in elsewhere.items() if store == "partition")

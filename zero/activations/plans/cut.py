@@ -22,13 +22,6 @@ from zero.activations.plans.joint import JointGraph, ancestors, is_backward, is_
 Nodes = frozenset[fx.Node]
 
 
-class Held(NamedTuple):
-    """A part of what forward leaves: the tensor of a node, or the state of the generator from which it drew."""
-
-    node: fx.Node
-    is_state: bool
-
-
 class Line(NamedTuple):
     """A line of a graph, with a node of the joint graph."""
 
@@ -54,8 +47,8 @@ class Cut:
     outputs_read: list[int]  # .. and of the outputs
 
     @cached_property
-    def held(self) -> list[Held]:
-        """Parts of what forward leaves, in the order in which backward takes them."""
+    def held(self) -> list[Line]:
+        """The lines by which backward takes what forward leaves, tensors and states of generators, in their order."""
         return _held(self.backward_lines)
 
     @cached_property
@@ -72,7 +65,7 @@ class Cut:
                 states[node] = graph.call_function(random_state, (next(tensors_of(node)).device,))
             else:
                 copies[node] = graph.node_copy(node, copies.__getitem__)
-        found = [(states if is_state else copies)[node] for node, is_state in reversed(self.held)]
+        found = [(states if kind == "state" else copies)[node] for node, kind in reversed(self.held)]
         graph.output((*(copies[node] for node in self.joint.outputs), *found))
         return graph
 
@@ -117,14 +110,14 @@ def cut(joint: JointGraph, kept: Nodes, stored: Nodes = frozenset()) -> Cut:
     )
 
 
-def _held(backward: list[Line]) -> list[Held]:
-    return [Held(node, kind == "state") for node, kind in backward if kind in ("held", "state")]
+def _held(backward: list[Line]) -> list[Line]:
+    return [line for line in backward if line.kind in ("held", "state")]
 
 
-def _forward_lines(joint: JointGraph, held: list[Held]) -> list[Line]:
+def _forward_lines(joint: JointGraph, held: list[Line]) -> list[Line]:
     """Return the lines that compute the outputs and what is held."""
     needed = ancestors([*joint.outputs, *(node for node, _ in held)]) | set(joint.inputs)
-    drawn = {node for node, is_state in held if is_state}
+    drawn = {node for node, kind in held if kind == "state"}
     lines: list[Line] = []
     for node in joint.nodes:
         if node in drawn:
