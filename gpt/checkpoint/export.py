@@ -95,14 +95,12 @@ def export_live(
     # On all ranks, for their errors: only the first one writes.
     family_of(state.config)
     check_fits(tokenizer, state.config)
-    weights = WholeWeights(state.model, state.mesh.tensor)
-    file_bytes = min(FILE_BYTES, weights.largest_unit_bytes)
 
-    def write(folder: Path, parameters: Iterator[tuple[str, Tensor]]) -> None:
+    def write(folder: Path, parameters: Iterator[tuple[str, Tensor]], file_bytes: int) -> None:
         write_weights(folder, state.config, parameters, tokenizer, file_bytes, origin)
 
     # A folder of that name is an export of the same step from before a roll-back.
-    export_units(output, weights, write, replaces=True)
+    export_units(output, WholeWeights(state.model, state.mesh.tensor), write, replaces=True)
 
 
 def main(arguments: list[str]) -> None:
