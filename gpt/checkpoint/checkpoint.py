@@ -71,7 +71,9 @@ class RunSaver:
         return self._writer.wait()
 
     def _publish(self, partial: Path, final: Path) -> None:
-        if final.exists():  # the run has not written it: it set aside all checkpoints of steps to come
+        # Not this run's own: it set aside those of steps to come when it began, and saves no step twice. A crash before
+        # the next line leaves the checkpoint of an earlier step as the newest.
+        if final.exists():
             set_aside(self._folder, [final])
         partial.rename(final)
         # After the checkpoint has its name: `latest` never names one that is not complete.

@@ -10,7 +10,7 @@ from typing import Any
 from gpt.builder.train_state import TrainState
 from gpt.checkpoint.checkpoint import TO_DISK, RunSaver, load
 from gpt.checkpoint.export import LiveExports
-from gpt.checkpoint.folder import Kept, find, newest, remove_partial, set_aside_later, step_in_name
+from gpt.checkpoint.folder import Kept, checkpoint_name, find, newest, remove_partial, set_aside_later, step_in_name
 from gpt.checkpoint.layout import Progress
 from gpt.checkpoint.snapshots import Snapshots
 from gpt.run_folder.files import CHECKPOINTS, CONFIG, WEIGHTS, cut_metrics, start_run
@@ -57,7 +57,7 @@ class Recovery:
         )
         self._snapshots = Snapshots(config, run_dir, state, data, on_chunk) if config.snapshot_every else None
         self._weights = LiveExports(state, run_dir / WEIGHTS, kept, data) if config.weights else None
-        self._saved_step: int | None = None
+        self._saved_step: int | None = None  # of the newest checkpoint in the folder, saved or loaded
         self._failure: SaveError | None = None  # the error of the last save
 
     @property
@@ -86,6 +86,8 @@ class Recovery:
         progress, source = self._load(found, samples_before) or (progress, None)
         if source:
             self._say(f"resumed from {source}, after step {progress.step}")
+            if source.resolve() == (self._folder / checkpoint_name(progress.step)).resolve():
+                self._saved_step = progress.step
         if self._snapshots:
             self._snapshots.delete_after(progress.step)
         if self._is_first:
