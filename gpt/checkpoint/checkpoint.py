@@ -20,11 +20,12 @@ from gpt.builder.train_state import TrainState
 from gpt.checkpoint.folder import LATEST, Kept, checkpoint_name, checkpoints, delete_old, set_aside, step_in_name
 from gpt.checkpoint.foreign import load_foreign
 from gpt.checkpoint.layout import Progress, SavedRun, changed_data, check_model, content_of, read_run
+from gpt.run_folder.files import written_if_possible
 from gpt.shape.config import ModelConfig
 from parallel.errors import ConfigError
 from zero.state.layout_file import is_complete, writer_of
 from zero.state.rank_state import RankState
-from zero.state.sealed_file import replace_text
+from zero.state.sealed_file import flush_folder, replace_text
 from zero.state.writer import CheckpointWriter, Publication
 
 logger = logging.getLogger(__name__)
@@ -76,8 +77,10 @@ class RunSaver:
         if final.exists():
             set_aside(self._folder, [final])
         partial.rename(final)
+        flush_folder(self._folder)
         # After the checkpoint has its name: `latest` never names one that is not complete.
-        replace_text(self._folder / LATEST, final.name)
+        with written_if_possible(self._folder / LATEST):
+            replace_text(self._folder / LATEST, final.name)
 
 
 def load(
