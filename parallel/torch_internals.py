@@ -81,6 +81,11 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> dist.ProcessGroup:
     return mesh._flatten(name).get_group()
 
 
+def time_limit(group: dist.ProcessGroup) -> timedelta:
+    """Return the time limit of the collectives of a group, which has no public attribute for it."""
+    return group._get_backend(group._device_types[0]).options._timeout
+
+
 def take_default_timeout(group: dist.ProcessGroup | None) -> timedelta:
     """Give the collectives of a group that are launched from now on the time limit of the default group, and return it.
 
@@ -90,7 +95,7 @@ def take_default_timeout(group: dist.ProcessGroup | None) -> timedelta:
     default = dist.distributed_c10d._get_default_group()
     if dist.get_backend(group) == "fake":
         return timedelta(0)
-    timeout = default._get_backend(default._device_types[0]).options._timeout
+    timeout = time_limit(default)
     if group not in (None, default):
         dist.distributed_c10d._set_pg_timeout(timeout, group)
     return timeout
