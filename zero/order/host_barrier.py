@@ -71,6 +71,9 @@ class HostBarrier:
             raise BrokenBarrier(
                 f"{self._axis.name} rank {self._axis.rank} {purpose}, {self._axis.name} rank {other} {their_purpose}"
             )
+        # All ranks have arrived here, so none reads the keys of the use before this any more. The store keeps all keys.
+        for key in (str(self._axis.rank), *(("purpose", "arrived", "end") if self._axis.rank == 0 else ())):
+            self._store.delete_key(f"{self._prefix}/{self._num_uses - 1}/{key}")
 
     def _wait_for_end(self, prefix: str, purpose: str, number: float) -> None:
         own = f"{self._axis.name} rank {self._axis.rank} {purpose}"

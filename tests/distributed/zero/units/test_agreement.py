@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel.mesh import Mesh
-from parallel.store import report_reason, with_reason
+from parallel.store import report_reason, shared_store, with_reason
 from parallel.world import StartOptions, start_world
 from tests.ranks import run_cases, run_ranks
 from tests.twins import params_of
@@ -390,3 +390,19 @@ def errors_of_waiting_alone(hang_seconds: float) -> list[str]:
 def test_a_rank_waits_for_half_of_the_time_that_collectives_of_its_group_may_take(hang_seconds, half):
     texts = [f"data rank 0 eats, and of 2 ranks 1 did so within {limit} s" for limit in (half, "42")]
     assert run_ranks(2, errors_of_waiting_alone, hang_seconds, init_process_group=False) == [texts, []]
+
+
+def keys_after_uses() -> list[int]:
+    """Return how many more keys the store has after some uses of a barrier than after the second one."""
+    data, store, found = Mesh.create(tensor_size=1).data, shared_store(), []
+    barrier = HostBarrier(data)
+    for _ in range(5):
+        barrier.wait("eats")
+        dist.barrier()  # all have gone on
+        found.append(store.num_keys())
+        dist.barrier()
+    return [number - found[1] for number in found[2:]]
+
+
+def test_a_barrier_that_is_used_again_leaves_no_more_keys_in_the_store():
+    assert run_ranks(3, keys_after_uses) == [[0, 0, 0]] * 3
