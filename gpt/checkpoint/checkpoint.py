@@ -1,11 +1,12 @@
 """Checkpoints: how a run saves one, and how a run with any stage, tensor size and number of ranks resumes from it.
 
-    RUN/checkpoints/step-00000100/layout.json                where each tensor is stored, and the progress of the run
-                                  rank-00000.safetensors     the flat shards that rank 0 owns, and its random states
-    RUN/checkpoints/latest                                   the name of the newest complete checkpoint
+    RUN/checkpoints/step-00000100/layout.json              where each tensor is stored, and the progress of the run
+                                  rank-00000.safetensors   the flat shards that rank 0 owns, and what every rank writes
+    RUN/checkpoints/latest              the name of the newest checkpoint, for people; a resume takes the highest step
 
-A rank whose shards are replicas of another rank's writes its random states only. `zero/state/writer.py` writes the
-files, `zero/state/rank_state.py` loads them, and `gpt/checkpoint/folder.py` finds them.
+Every rank writes its random states, and what is not sharded: the module's buffers, the loss scale, counters and the
+state of the loss guard. Shards are written by the first of the ranks that own the same ones. `zero/state/writer.py`
+writes the files, `zero/state/rank_state.py` loads them, and `gpt/checkpoint/folder.py` finds them.
 """
 
 import logging

@@ -231,8 +231,11 @@ class SavedState:
         layout, start = self._layouts[parameter.buffer], parameter.elements.start + elements.start
         for shard_rank, owned in layout.shards(range(start, parameter.elements.start + elements.stop)):
             shard = layout.buckets[owned.start // len(layout.buckets[0].elements)].shard(shard_rank)
-            # Weights are stored by shards, and other states by the parts of parameters in them.
+            # The master weights of a shard are one tensor, named by the first element of the shard. Other states have a
+            # tensor for each piece of a parameter, named by the first element of the piece.
             first = shard.start if kind == MASTER else max(shard.start, parameter.elements.start)
+            # The first replica has saved the shards, and it has the first ranks of the data axis: so the number of a
+            # shard is that of a data rank.
             file = self.file(shard_rank * self.tensor_size + saved_rank)
             in_tensor = range(owned.start - first, owned.stop - first)
             yield Stored(file, f"{parameter.buffer}.{kind}.{first}", in_tensor, owned.start - start)
