@@ -113,7 +113,7 @@ def checked(cls: type[T]) -> type[T]:
 
 
 def check_fields(instance: Any) -> None:
-    """Check all fields of a dataclass that is made, and make lists tuples and integers floats as declared.
+    """Check all fields of a dataclass that is being made, and make lists tuples and integers floats as declared.
 
     Raise ConfigError, with CLASS.FIELD=VALUE, what is wrong and what to choose, if a value does not suit its field.
     """

@@ -141,9 +141,12 @@ class Axis:
         return self._launch(event, partial(self._all_gather, shard, out), shard, out)
 
     def gather_by_rank(self, own: Tensor) -> Tensor:
-        """Return the tensors of all ranks, (size, *shape). The current stream waits for them."""
+        """Return the tensors of all ranks, (size, *shape), without a gradient. The current stream waits for them.
+
+        `own` is on its `communication_device`.
+        """
         of_ranks = own.new_empty(self.size, *own.shape)
-        self.all_gather(own.contiguous(), out=of_ranks).wait()
+        self.all_gather(own.detach().contiguous(), out=of_ranks).wait()
         return of_ranks
 
     def reduce_scatter(self, full: Tensor, *, out: Tensor, in_fp32: bool = False) -> Work:

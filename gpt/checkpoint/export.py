@@ -18,6 +18,7 @@ from data.tokenizer import Tokenizer
 from gpt.builder.train_state import TrainState
 from gpt.checkpoint.folder import Kept, checkpoint_name, delete_old, newest
 from gpt.checkpoint.layout import INITIAL_WEIGHTS, read_run
+from gpt.pretrained.families import family_of
 from gpt.pretrained.tokenizer_files import check_fits, tokenizer_of_data
 from gpt.pretrained.weights import check_shapes, companions, write_weights
 from gpt.shape.config import parameter_shapes
@@ -60,7 +61,6 @@ def export_checkpoint(
     tokenizer, origin = companions(saved_data, initial_weights or saved_data.get(INITIAL_WEIGHTS))
     if data:
         tokenizer = tokenizer_of_data({"data.path": data})
-    check_fits(tokenizer, run.model)
     weights = ((name, saved.whole(name, dtype=dtype)) for name in saved.parameters)
     write_weights(output, run.model, weights, tokenizer, file_bytes, origin)
     return sum(shape.numel() for shape in shapes.values())
@@ -92,14 +92,15 @@ def export_live(
     All ranks call it. One unit at a time is unsharded, and written by the first rank. Raises OSError on that rank if it
     cannot write.
     """
-    weights = WholeWeights(state.model, state.mesh.tensor)
-    file_bytes = min(FILE_BYTES, weights.largest_unit_bytes)
+    # On all ranks, for their errors: only the first one writes.
+    family_of(state.config)
+    check_fits(tokenizer, state.config)
 
-    def write(folder: Path, parameters: Iterator[tuple[str, Tensor]]) -> None:
+    def write(folder: Path, parameters: Iterator[tuple[str, Tensor]], file_bytes: int) -> None:
         write_weights(folder, state.config, parameters, tokenizer, file_bytes, origin)
 
     # A folder of that name is an export of the same step from before a roll-back.
-    export_units(output, weights, write, replaces=True)
+    export_units(output, WholeWeights(state.model, state.mesh.tensor), write, replaces=True)
 
 
 def main(arguments: list[str]) -> None:

@@ -27,6 +27,7 @@ from gpt.pretrained.families import (
 from gpt.pretrained.tensors import HEAD, load_weights, source_of, to_transformers
 from gpt.pretrained.tokenizer_files import (
     SPECIAL_IDS,
+    check_fits,
     copy_tokenizer,
     has_tokenizer,
     special_ids,
@@ -206,9 +207,10 @@ def write_weights(
 ) -> None:
     """Write whole parameters, by the names of this project, with what `write_config` writes, to a folder.
 
-    Raises ConfigError if the folder already holds weights, because a reader would mix them with these, and OSError if a
-    write fails.
+    Raises ConfigError if the folder already holds weights, because a reader would mix them with these, or if the
+    tokenizer has more ids than the model, and OSError if a write fails.
     """
+    check_fits(tokenizer, config)
     family = family_of(config)
     converted = (to_transformers(name, tensor.detach().cpu(), family, config).items() for name, tensor in weights)
     write_folder(folder, chain.from_iterable(converted), file_bytes)

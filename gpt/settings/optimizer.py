@@ -18,8 +18,9 @@ class MuonSettings:
     polar_express: the best one for what the steps before it have left (Amsel et al., 2025)."""
     iterates_on: Literal["matrix", "gram"] = "matrix"
     """What an iteration multiplies in each step. matrix: the matrix, and a Gram matrix made of it; gram: Gram matrices
-    only, for several steps in a row, which takes fewer FLOPs if a side is more than 1.5 times the other (Dao AI Lab,
-    2026); other matrices stay as with matrix. It changes rounding only, and a run may resume with the other one."""
+    for several steps in a row, and then the matrix, which takes fewer FLOPs if a side is more than 1.5 times the other
+    (Dao AI Lab, 2026); other matrices stay as with matrix. It changes rounding only, and a run may resume with the
+    other one."""
     ns_steps: Annotated[int, Range(1, 99)] = 5
     """Steps of this iteration."""
     ns_dtype: Literal["bf16", "fp32", "fp64"] = "bf16"

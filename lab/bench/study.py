@@ -114,7 +114,7 @@ class Study:
         found = parse_yaml(path.read_text(), str(path))
         if missing := {"options", "corpora", "seeds", "variants"} - found.keys():
             raise ConfigError(f"{path} has no {', '.join(sorted(missing))}; see python -m lab.bench.study --help")
-        self._runs: dict[tuple[str, ...], Run] = {}  # which have read their settings
+        self._runs: dict[tuple[str, ...], Run] = {}  # by their options: each reads its settings once
         self._output, self._options, self._more = output, shlex.split(found["options"]), more
         self.corpora: dict[str, str] = found["corpora"]
         self._seeds: list[int] = found["seeds"]

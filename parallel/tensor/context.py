@@ -55,7 +55,7 @@ def whole_sequences(own: Tensor, axis: Axis) -> Tensor:
     """Gather the stretches (batch, own tokens, n) of all ranks into (batch, tokens, n). It has no gradient."""
     if axis.size == 1:
         return own
-    return axis.gather_by_rank(own.detach()).movedim(0, 1).flatten(1, 2)
+    return axis.gather_by_rank(own).movedim(0, 1).flatten(1, 2)
 
 
 def check_context(axis: Axis, sizes: Mapping[str, int]) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 import threading
 from pathlib import Path
@@ -264,6 +265,9 @@ def test_running_out_of_memory_in_backward_leaves_a_table_of_what_holds_it(corpu
         assert (states["parameters"], states["moments"]) == pytest.approx((num_bytes, 2 * num_bytes), abs=0.001)
     # The second block has run backward, and the first one runs.
     assert (table["blocks.0"]["unsharded"], table["blocks.1"]["unsharded"]) == pytest.approx((of_block, 0), abs=0.001)
+    # Gradients of the first block are in buffers that have been taken from the pool.
+    text = (tmp_path / "run" / "out_of_memory" / "rank-0.txt").read_text()
+    assert float(re.findall(r"buffer: staged gradients\s+([\d.,]+) MB", text)[0].replace(",", "")) >= of_block
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert json.loads(lines[-1])["out_of_memory"] is True
     assert len(read_steps(tmp_path / "run")) == 2

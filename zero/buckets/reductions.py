@@ -105,7 +105,7 @@ class Reductions:
         counts = Counter({dtype: min(n, 1 + self._max_in_flight) for dtype, n in counts.items()})
         allocate = partial(offload.new, Placement.ACCELERATOR, TensorKind.BUFFERS)
         self.staging = BufferPool(allocate, max((len(b.elements) for b in buckets), default=0), counts.elements())
-        casts = {path.types.accumulate for path in paths if path.casts_for_host}
+        casts = dict.fromkeys(path.types.accumulate for path in paths if path.casts_for_host)
         self.host_staging = BufferPool(allocate, max((len(b.group_shard) for b in buckets), default=0), casts)
 
     def write(self, grads: GradShard, param: nn.Parameter, values: Tensor) -> None:

@@ -50,8 +50,10 @@ class BufferPool:
     ):
         self._allocate, self._least_numel, self._num_in_turn = allocate, least_numel, num_in_turn
         self._free: defaultdict[torch.dtype, deque[tuple[Tensor, Work]]] = defaultdict(deque)
+        self.num_bytes = 0
+        """The bytes of all buffers, also of those that are taken, as if none of them was freed."""
         for dtype in dtypes:
-            self.put_back(allocate(least_numel, dtype), Work())
+            self.put_back(self._new_buffer(dtype, least_numel), Work())
 
     def take(self, dtype: torch.dtype, numel: int = 0) -> Tensor:
         """Return a buffer, not initialized, of at least `numel` elements; wait for the last use of an earlier one."""
@@ -61,7 +63,8 @@ class BufferPool:
             if buffer.numel() >= numel:
                 restore_storage(buffer)
                 return buffer
-        return self._allocate(max(numel, self._least_numel), dtype)
+            self.num_bytes -= buffer.nbytes
+        return self._new_buffer(dtype, max(numel, self._least_numel))
 
     def put_back(self, buffer: Tensor, last_use: Work) -> None:
         """Return a buffer to the pool; `last_use` is waited for before the buffer is taken again or freed."""
@@ -74,7 +77,7 @@ class BufferPool:
                 last_use.wait()
                 free_storage(buffer)
 
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of the buffers that are not taken, as if none of them was freed."""
-        return sum(buffer.nbytes for buffers in self._free.values() for buffer, _ in buffers)
+    def _new_buffer(self, dtype: torch.dtype, numel: int) -> Tensor:
+        buffer = self._allocate(numel, dtype)
+        self.num_bytes += buffer.nbytes
+        return buffer

@@ -10,7 +10,7 @@ process and over ranks.
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,8 @@ class MatrixMethod(GroupedAdamW):
     """
 
     own_atom = MATRIX
+    updates_class: ClassVar[Any]
+    """A class of `OwnedMatrices` that updates the matrices whose elements many ranks own."""
 
     def __init__(self, params: Any, **settings: Any):
         super().__init__(params, **settings)

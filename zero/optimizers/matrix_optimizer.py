@@ -13,7 +13,7 @@ from zero.optimizers.matrix_updates import MatrixUpdates
 class MatrixOptimizer(WholeMatrixMethod):
     """The base class of optimizers that update whole matrices; a class derived from it writes the steps."""
 
-    updates_class = MatrixUpdates  # of matrices whose stretches many ranks own
+    updates_class = MatrixUpdates
 
     @torch.no_grad()
     def update_matrix(

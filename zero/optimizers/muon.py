@@ -42,8 +42,9 @@ POLAR_EXPRESS: Sequence[Coefficients] = (
     ),
     (1.875, -1.25, 0.375),
 )
-# How much the steps that have one Gram matrix may increase a false eigenvalue of it: to 1, if rounding to bf16 made it.
-MOST_GROWTH = 256
+# How much the steps that have one Gram matrix may increase a false eigenvalue of it, by `iterates_on`: to 1, if
+# rounding to bf16 made it, or not at all.
+MOST_GROWTH = {"gram": 256, "matrix": 0}
 ROWS, ROWS_EPS = "row_mean_square", 1e-8  # of NorMuon: the name of the state, and what is added to its root
 Adjustment = Literal["original", "match_rms_adamw"]
 ITERATION_DTYPES = {"bf16": DTYPES["bf16"], "fp32": DTYPES["fp32"], "fp64": torch.float64}
@@ -144,7 +145,7 @@ def write_direction_(
 
 def polynomials(group: Mapping[str, Any]) -> list[Coefficients]:
     """Return the polynomial of each step of the iteration of a group."""
-    given = POLAR_EXPRESS if group["iteration"] == "polar_express" else [group["ns_coefficients"]]
+    given = {"newton_schulz": [group["ns_coefficients"]], "polar_express": POLAR_EXPRESS}[group["iteration"]]
     return [given[min(number, len(given) - 1)] for number in range(group["ns_steps"])]
 
 
@@ -156,12 +157,12 @@ def runs_of(steps: Sequence[Coefficients], shape: tuple[int, int], iterates_on: 
     if n/m is above 1.5. An eigenvalue that should be 0 grows by the square of a polynomial's slope at 0. If rounding
     has made it negative it never returns to 0, so that the growth in a run is bounded; the first one is the shortest.
     """
-    most_growth = MOST_GROWTH if iterates_on == "gram" and 2 * max(shape) > 3 * min(shape) else 0
+    most_growth = MOST_GROWTH[iterates_on] if 2 * max(shape) > 3 * min(shape) else 0
     runs: list[list[Coefficients]] = []
-    growth = math.inf
+    growth = 1.0
     for step in reversed(steps):
         growth *= step[0] ** 2
-        if growth >= most_growth:
+        if not runs or growth >= most_growth:
             runs.insert(0, [])
             growth = 1.0
         runs[0].insert(0, step)

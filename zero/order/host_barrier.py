@@ -38,7 +38,8 @@ class HostBarrier:
         """Tell ranks that wait here that this one has gone on, without the barrier, to its round `number`."""
         if self._axis.has_peers:
             self._store.set(f"{self._prefix}/gone/{self._axis.rank}", f"{number} {purpose}")
-            self._store.add(f"{self._prefix}/told", 1)
+            # No two are equal. Not a counter, for whose value this rank would wait.
+            self._store.set(f"{self._prefix}/told", f"{number} of rank {self._axis.rank}")
 
     def wait(self, purpose: str, number: float = math.inf) -> None:
         """Return when every rank of the axis waits with this purpose; at once on an axis without peers.
@@ -72,7 +73,7 @@ class HostBarrier:
     def _wait_for_end(self, prefix: str, purpose: str, number: float) -> None:
         own = f"{self._axis.name} rank {self._axis.rank} {purpose}"
         limit = self._store.timeout.total_seconds() / 2  # type: ignore[attr-defined]
-        begin, is_silent, pause, num_told = self._clock(), True, FIRST_PAUSE, 0
+        begin, is_silent, pause, told = self._clock(), True, FIRST_PAUSE, ""
         # Not `wait` of the store: torch prints two lines whenever its time is over.
         while not self._is_set(f"{prefix}/end"):
             time.sleep(pause)
@@ -81,10 +82,10 @@ class HostBarrier:
                 continue
             if has_failed_elsewhere():
                 raise BrokenBarrier(f"{own}, and another rank has failed")
-            # One key, and not those of all ranks, of which each may ask the store for those of all others.
-            if (told := self._store.add(f"{self._prefix}/told", 0)) > num_told and (gone := self._gone_to(number)):
+            # One key: with a key of each rank, N ranks that wait would ask for N^2 keys.
+            if (newest := self._text(f"{self._prefix}/told")) != told and (gone := self._gone_to(number)):
                 raise BrokenBarrier(f"{own}, {gone}")
-            num_told = told
+            told = newest
             seconds = self._clock() - begin
             if seconds >= limit:
                 raise BrokenBarrier(f"{own}, and {self._arrived(prefix)} within {limit:g} s")
@@ -98,11 +99,14 @@ class HostBarrier:
     def _gone_to(self, number: float) -> str:
         """Return which rank does what, if one has told that it has gone on to round `number`."""
         for rank in range(self._axis.size):
-            if self._is_set(key := f"{self._prefix}/gone/{rank}"):
-                theirs, _, purpose = self._store.get(key).decode().partition(" ")
-                if int(theirs) >= number:
-                    return f"{self._axis.name} rank {rank} {purpose}"
+            theirs, _, purpose = self._text(f"{self._prefix}/gone/{rank}").partition(" ")
+            if theirs and int(theirs) >= number:
+                return f"{self._axis.name} rank {rank} {purpose}"
         return ""
+
+    def _text(self, key: str) -> str:
+        """Return the value of a key; nothing if it is not set."""
+        return self._store.get(key).decode() if self._is_set(key) else ""
 
     def _is_set(self, key: str) -> bool:
         try:

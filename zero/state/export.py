@@ -30,7 +30,7 @@ STEM = "model"  # of the names of files, by which transformers finds them
 INDEX = f"{STEM}.safetensors.index.json"
 COMPILED = "_orig_mod."  # in the names of a module that torch.compile has wrapped
 
-Write = Callable[[Path, Iterator[tuple[str, Tensor]]], None]  # writes whole parameters, by name, to a folder
+Write = Callable[[Path, Iterator[tuple[str, Tensor]], int], None]  # (folder, whole parameters, bytes of a file)
 
 
 def write_folder(folder: Path, tensors: Iterable[tuple[str, Tensor]], file_bytes: int = FILE_BYTES) -> None:
@@ -123,10 +123,13 @@ class WholeWeights:
             yield span.name, span.view(full, as_complex=param.is_complex())
 
 
-def export_units(output: Path, weights: WholeWeights, write: Write, *, replaces: bool = False) -> None:
+def export_units(
+    output: Path, weights: WholeWeights, write: Write, file_bytes: int = FILE_BYTES, *, replaces: bool = False
+) -> None:
     """Let `write` write the whole parameters to a folder that is complete or does not exist. All ranks call it.
 
-    The first rank calls `write`. Raises OSError on the first rank if it cannot write, or if the folder holds files,
+    The first rank calls `write`, with the most bytes of a file: no more than those of the largest unit, since it holds
+    a file in memory. Raises OSError on the first rank if it cannot write, or if the folder holds files,
     unless `replaces`.
     """
     parameters = iter(weights)
@@ -138,7 +141,7 @@ def export_units(output: Path, weights: WholeWeights, write: Write, *, replaces:
         if not replaces and output.exists() and any(output.iterdir()):
             raise FileExistsError(errno.EEXIST, "the folder is not empty; choose another one", str(output))
         shutil.rmtree(partial, ignore_errors=True)
-        write(partial, parameters)
+        write(partial, parameters, min(file_bytes, weights.largest_unit_bytes))
         # The folder gets its final name only when it is complete.
         shutil.rmtree(output, ignore_errors=True)
         partial.rename(output)
@@ -181,11 +184,11 @@ def export(
         written = value.to(dtype) if dtype and value.is_floating_point() else value
         return names.get(id(params.get(name)), name), written
 
-    def write(partial: Path, parameters: Iterator[tuple[str, Tensor]]) -> None:
+    def write(partial: Path, parameters: Iterator[tuple[str, Tensor]], most_bytes: int) -> None:
         tensors = ((name, value) for name, value in state.items() if isinstance(value, Tensor))
         buffers = ((name, value) for name, value in tensors if not isinstance(value, nn.Parameter))
         converted = (convert(name, value) for name, value in chain(parameters, buffers))
-        write_folder(partial, converted, min(file_bytes, weights.largest_unit_bytes))
+        write_folder(partial, converted, most_bytes)
         written = dtype or next(module.parameters()).dtype
         described = _described(config or getattr(module, "config", None), module, written)
         for part in (described, getattr(module, "generation_config", None), tokenizer):
@@ -195,7 +198,7 @@ def export(
     own = next(module.parameters()).dtype
     masters = dtype is not None and dtype.itemsize > own.itemsize
     weights = WholeWeights(model, tensor or Axis.trivial("tensor"), masters)
-    export_units(output, weights, write)
+    export_units(output, weights, write, file_bytes)
 
 
 def full_state_dict(model: ZeroDataParallel, *, masters: bool = False) -> dict[str, Any]:

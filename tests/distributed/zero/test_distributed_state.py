@@ -136,7 +136,7 @@ def test_a_run_moves_from_fsdp2_and_back(tmp_path: Path):
         assert losses == pytest.approx(expected, rel=1e-10)
 
 
-@pytest.mark.parametrize(("stage", "size", "layout"), [(1, 2, "stage 3"), (2, 3, "alone"), (3, 2, "stage 1")])
+@pytest.mark.parametrize(("stage", "size", "layout"), [(1, 2, "alone"), (2, 3, "stage 1"), (3, 2, "stage 3")])
 def test_a_run_moves_from_deepspeed(tmp_path: Path, stage: int, size: int, layout: str):
     model = module()
     optimizer = torch.optim.AdamW(groups_of(model), lr=1e-2)

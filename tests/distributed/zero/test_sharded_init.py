@@ -64,7 +64,9 @@ def check_sharded_init(names: list[str]) -> None:
     check_values(copied, STAGE_3, 0, 1)
 
 
-@pytest.mark.parametrize(("num_ranks", "names"), [(1, ["toy"]), (2, ["gpt", "toy", "llama", "t5", "albert"])])
+@pytest.mark.parametrize(
+    ("num_ranks", "names"), [(1, ["toy"]), (2, ["gpt", "toy", "llama", "t5", "albert", "frozen_gpt2"])]
+)
 def test_sharded_initialization_gives_the_values_of_ordinary_initialization(num_ranks, names):
     run_ranks(num_ranks, check_sharded_init, names)
 

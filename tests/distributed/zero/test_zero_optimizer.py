@@ -179,6 +179,14 @@ def test_a_step_tells_the_model_the_factor_of_the_loss():
     assert factors == [2.0**10 / len(factors)] * len(factors)
 
 
+def test_an_optimizer_that_cannot_take_the_flag_waits_for_it():
+    mesh = Mesh.create(tensor_size=1)
+    model = ZeroDataParallel(small_gpt(torch.float16), mesh.data, ZeroConfig())
+    optimizer = ZeroOptimizer(model, torch.optim.SGD, loss_scale=LossScale(2.0, is_dynamic=True))
+    with NoWaiting(), pytest.raises(AssertionError, match="reads a tensor's value"):
+        train_step(model, optimizer, tokens_of(0, 0), mesh)
+
+
 def start(config: ZeroConfig, dtype: torch.dtype, offset: int) -> tuple[ZeroDataParallel, ZeroOptimizer]:
     """Return a model and optimizer whose weights, buffers and loss scale depend on `offset`."""
     module = build("toy", dtype=dtype)

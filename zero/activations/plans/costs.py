@@ -16,7 +16,7 @@ from torch.utils.flop_counter import flop_registry
 
 from parallel.torch_internals import OpOverload
 from zero.activations.choice import Hardware
-from zero.activations.plans.cut import Cut, Step
+from zero.activations.plans.cut import Cut, Line
 from zero.activations.plans.joint import (
     JointGraph,
     is_view,
@@ -66,7 +66,7 @@ class CostModel:
     def footprint(self, cut: Cut, x: fx.Node, placements: Placements) -> Footprint:
         """Return what a plan of a block with the input `x` costs."""
         joint = cut.joint
-        held = [item.node for item in cut.held if not item.is_state]
+        held = [node for node, kind in cut.held if kind == "held"]
         elsewhere = {node: placements[node] for node in held if placements[node] != "keep"}
         parts = {node: math.ceil(num_bytes(node) / self._num_parts(joint, node)) for node in elsewhere}
         on_device = sum(parts[node] for node, store in elsewhere.items() if store == "partition")
@@ -75,9 +75,9 @@ class CostModel:
         in_transit = sum(sum(sorted(parts[node] for node in some)[-NUM_IN_TRANSIT:]) for some in of_stores)
         read = [joint.inputs[number] for number in cut.inputs_read], [joint.outputs[n] for n in cut.outputs_read]
         tangents, outputs = _bytes_of(joint.tangents), _bytes_of(joint.outputs)
-        forward, end = peak_and_end(cut.forward_steps, {*joint.outputs, *held}, _bytes_of(joint.inputs), {})
+        forward, end = peak_and_end(cut.forward_lines, {*joint.outputs, *held}, _bytes_of(joint.inputs), {})
         gradients, given = set(filter(None, joint.gradients)), _bytes_of(read[0] + read[1])
-        backward, _ = peak_and_end(cut.backward_steps, gradients, given, _bytes_of(held) | tangents, tangents)
+        backward, _ = peak_and_end(cut.backward_lines, gradients, given, _bytes_of(held) | tangents, tangents)
         held_bytes = sum(_bytes_of([node for node in held if node not in elsewhere]).values()) + on_device
         x_bytes, is_kept = num_bytes(x), x in read[0]
         forward = x_bytes + max(forward, end + on_device + in_transit)
@@ -111,7 +111,7 @@ class CostModel:
         first = next(iter(copies))  # to be read, and so the last to be copied
         waiting = sum(copies.values()) - min(copies[first], forward)
         now = fetched = 0.0
-        for node, kind in cut.backward_steps:
+        for node, kind in cut.backward_lines:
             if kind == "held":
                 fetched += copies.get(node, 0.0)
                 waiting += max(0.0, fetched - now)
@@ -181,7 +181,7 @@ def _bytes_of(nodes: Collection[fx.Node]) -> dict[int, int]:
 
 
 def peak_and_end(
-    steps: Sequence[Step],
+    lines: Sequence[Line],
     results: Collection[fx.Node],
     external: Collection[int],
     present: Mapping[int, int],
@@ -194,12 +194,12 @@ def peak_and_end(
     """
     live, references = dict(present), Counter[int](list(permanent))
     total = peak = sum(live.values())
-    last_lines = {node: number for number, step in enumerate(steps) for node in (step.node, *step.reads)}
+    last_lines = {node: number for number, line in enumerate(lines) for node in (line.node, *line.reads)}
     dying: dict[int, list[fx.Node]] = {}
     for node, number in last_lines.items():
         if node not in results:
             dying.setdefault(number, []).append(node)
-    for number, (node, kind) in enumerate(steps):
+    for number, (node, kind) in enumerate(lines):
         if kind == "state":
             continue
         for storage, size in storages(node):

@@ -22,14 +22,7 @@ from zero.activations.plans.joint import JointGraph, ancestors, is_backward, is_
 Nodes = frozenset[fx.Node]
 
 
-class Held(NamedTuple):
-    """A part of what forward leaves: the tensor of a node, or the state of the generator from which it drew."""
-
-    node: fx.Node
-    is_state: bool
-
-
-class Step(NamedTuple):
+class Line(NamedTuple):
     """A line of a graph, with a node of the joint graph."""
 
     node: fx.Node
@@ -48,31 +41,31 @@ class Cut:
     """The two graphs of a plan: their lines, which costs are counted from, and the graphs, once they are asked for."""
 
     joint: JointGraph
-    forward_steps: list[Step]
-    backward_steps: list[Step]
+    forward_lines: list[Line]
+    backward_lines: list[Line]
     inputs_read: list[int]  # numbers of the inputs that backward reads as they are, ..
     outputs_read: list[int]  # .. and of the outputs
 
     @cached_property
-    def held(self) -> list[Held]:
-        """What forward leaves, in the order in which backward takes it."""
-        return _held(self.backward_steps)
+    def held(self) -> list[Line]:
+        """The lines by which backward takes what forward leaves, tensors and states of generators, in their order."""
+        return _held(self.backward_lines)
 
     @cached_property
     def recomputed(self) -> list[fx.Node]:
         """The forward nodes that backward computes again."""
-        return [node for node, kind in self.backward_steps if kind == "computed" and not is_backward(node)]
+        return [node for node, kind in self.backward_lines if kind == "computed" and not is_backward(node)]
 
     @cached_property
     def forward(self) -> fx.Graph:
         """The graph of inputs -> outputs and `held`, the first one last: backward takes from the end of a list."""
         graph, copies, states = fx.Graph(), dict[fx.Node, fx.Node](), dict[fx.Node, fx.Node]()
-        for node, kind in self.forward_steps:
+        for node, kind in self.forward_lines:
             if kind == "state":
                 states[node] = graph.call_function(random_state, (next(tensors_of(node)).device,))
             else:
                 copies[node] = graph.node_copy(node, copies.__getitem__)
-        found = [(states if is_state else copies)[node] for node, is_state in reversed(self.held)]
+        found = [(states if kind == "state" else copies)[node] for node, kind in reversed(self.held)]
         graph.output((*(copies[node] for node in self.joint.outputs), *found))
         return graph
 
@@ -81,7 +74,7 @@ class Cut:
         """The graph of `held`, inputs and outputs, gradients of the outputs -> gradients of the inputs."""
         graph, copies, states = fx.Graph(), dict[fx.Node, fx.Node](), dict[fx.Node, fx.Node]()
         held = graph.placeholder("held")
-        for node, kind in self.backward_steps:
+        for node, kind in self.backward_lines:
             if kind == "state":
                 states[node] = graph.call_method("pop", (held,))
             elif kind == "held":
@@ -107,39 +100,39 @@ def cut(joint: JointGraph, kept: Nodes, stored: Nodes = frozenset()) -> Cut:
     from_autograd = (kept & set(joint.outputs)) | (set(joint.inputs) - stored)
     wanted = [node for node in joint.gradients if node is not None]
     from_autograd &= ancestors(wanted, kept | set(joint.inputs))
-    backward = _backward_steps(joint, (kept | stored) - from_autograd, from_autograd, wanted)
+    backward = _backward_lines(joint, (kept | stored) - from_autograd, from_autograd, wanted)
     return Cut(
         joint,
-        _forward_steps(joint, _held(backward)),
+        _forward_lines(joint, _held(backward)),
         backward,
         [number for number, node in enumerate(joint.inputs) if node in from_autograd],
         [number for number, node in enumerate(joint.outputs) if node in from_autograd],
     )
 
 
-def _held(backward: list[Step]) -> list[Held]:
-    return [Held(node, kind == "state") for node, kind in backward if kind in ("held", "state")]
+def _held(backward: list[Line]) -> list[Line]:
+    return [line for line in backward if line.kind in ("held", "state")]
 
 
-def _forward_steps(joint: JointGraph, held: list[Held]) -> list[Step]:
+def _forward_lines(joint: JointGraph, held: list[Line]) -> list[Line]:
     """Return the lines that compute the outputs and what is held."""
     needed = ancestors([*joint.outputs, *(node for node, _ in held)]) | set(joint.inputs)
-    drawn = {node for node, is_state in held if is_state}
-    steps: list[Step] = []
+    drawn = {node for node, kind in held if kind == "state"}
+    lines: list[Line] = []
     for node in joint.nodes:
         if node in drawn:
-            steps.append(Step(node, "state"))
+            lines.append(Line(node, "state"))
         if node in needed:
-            steps.append(Step(node, "computed"))
-    return steps
+            lines.append(Line(node, "given" if node.op == "placeholder" else "computed"))
+    return lines
 
 
-def _backward_steps(joint: JointGraph, kept: Nodes, from_autograd: Nodes, wanted: list[fx.Node]) -> list[Step]:
+def _backward_lines(joint: JointGraph, kept: Nodes, from_autograd: Nodes, wanted: list[fx.Node]) -> list[Line]:
     """Return the lines that compute all gradients, each right before the first one that reads it."""
     needed = ancestors(wanted, kept | from_autograd)
     first = [node for node in (*joint.inputs, *joint.outputs) if node in from_autograd]
-    steps = [Step(node, "given") for node in dict.fromkeys([*first, *joint.tangents])]
-    present = {step.node for step in steps}
+    lines = [Line(node, "given") for node in dict.fromkeys([*first, *joint.tangents])]
+    present = {line.node for line in lines}
     # Gradients that need no kernel of backward come last.
     remaining = [*reversed(wanted), *(node for node in reversed(joint.nodes) if node in needed and is_backward(node))]
     while remaining:  # not by recursion: a chain may be longer than Python's stack
@@ -152,11 +145,11 @@ def _backward_steps(joint: JointGraph, kept: Nodes, from_autograd: Nodes, wanted
             continue
         present.add(node)
         if node not in kept and is_random(node) and not is_backward(node):
-            steps.append(Step(node, "state"))
-        steps.append(Step(node, "held" if node in kept else "computed"))
+            lines.append(Line(node, "state"))
+        lines.append(Line(node, "held" if node in kept else "computed"))
         # At once: else the tuple would keep all of its tensors until the last one is read.
         remaining += [part for part in node.users if part.target is operator.getitem and part in needed]
-    return steps
+    return lines
 
 
 def random_state(device: torch.device) -> Tensor:

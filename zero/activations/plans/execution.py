@@ -35,7 +35,7 @@ class Program:
         self.forward, self.backward = (fx.GraphModule(cut.joint.root, graph) for graph in (cut.forward, cut.backward))
         self.read = cut.inputs_read, cut.outputs_read
         self._stream = stream
-        held = [None if item.is_state else value_of(item.node) for item in cut.held]
+        held = [value_of(node) if kind == "held" else None for node, kind in cut.held]
         self._stores = list(reversed(list(zip(stores, held, strict=True))))
         self.tangent_strides = [value_of(node).stride() for node in cut.joint.tangents]
 

@@ -11,7 +11,7 @@ from parallel.errors import ConfigError
 from parallel.mesh import Axis
 from zero.activations.choice import Hardware
 from zero.activations.plans.costs import CostModel
-from zero.activations.plans.cut import Held
+from zero.activations.plans.cut import Line
 from zero.activations.plans.execution import PlannedForward, Program, Traces
 from zero.activations.plans.joint import JointGraph
 from zero.activations.plans.planner import BlockPlan, Plan, Planner
@@ -81,9 +81,9 @@ class PlannedBlocks:
     def _program(self, plan: BlockPlan) -> Program:
         varying = plan.cut.joint.varying
 
-        def store_of(held: Held) -> ActivationStore | None:
+        def store_of(held: Line) -> ActivationStore | None:
             stores = self._of_rank if held.node in varying else self._of_replicas
-            return None if held.is_state else stores[plan.placements[held.node]]
+            return None if held.kind == "state" else stores[plan.placements[held.node]]
 
         return Program(plan.cut, [store_of(held) for held in plan.cut.held], self._stream)
 

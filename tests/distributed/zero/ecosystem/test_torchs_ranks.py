@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from parallel.errors import ConfigError
 from tests.ranks import run_ranks
 from tests.scenarios import Blocks
-from tests.twins import ALL_STAGES, params_of
+from tests.twins import params_of
 from zero import (
     OffloadConfig,
     ShardedInit,
@@ -100,7 +100,7 @@ def check_all_objects(folder: Path) -> None:
         if name in ("mesh", "replicas"):
             found = trained_by_fsdp2(copy.deepcopy(module), ranks, data.rank)
             torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
-        for stage in ALL_STAGES[number % 2 :: 2]:
+        for stage in (number % 3, 3):
             of_group = folder / f"{name} {stage} {dist.get_rank() - data.rank if name == 'a dim' else ''}"
             found = train_and_resume(ranks, stage, copy.deepcopy(module), of_group)
             torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)

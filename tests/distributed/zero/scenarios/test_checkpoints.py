@@ -94,6 +94,19 @@ def test_a_checkpoint_is_around_the_wrapped_model(run: Run) -> None:
         run.train_module(Blocks(), partial(loss, kind), steps=range(3))
 
 
+@scenario()
+def test_checkpoints_and_accumulation(run: Run) -> None:
+    for kind in KINDS:
+        model = run.wrap(AroundBlocks(kind, kind))
+        optimizer = run.optimizer(model)
+        for step in range(2):
+            optimizer.zero_grad()
+            with model.accumulate():
+                run.record(mean_square(model, run.batch(10 + step))).backward()
+            run.record(mean_square(model, run.batch(step))).backward()
+            optimizer.step()
+
+
 class FailsInBackward(nn.Module):
     """A block whose recomputation, or a hook in whose inner backward, raises."""
 

@@ -78,6 +78,18 @@ def test_autocast_is_inside_the_model(run: Run) -> None:
     train_parts(run, run.wrap(AutocastInside()))
 
 
+@scenario(tolerance=FLOAT, dtype=torch.float32)
+def test_autocast_is_around_checkpoints(run: Run) -> None:
+    class Checkpointed(Blocks):
+        def encode(self, x: Tensor) -> Tensor:
+            x = self.embed(x)
+            for block, is_reentrant in zip(self.blocks, (True, False), strict=True):
+                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=is_reentrant)
+            return x
+
+    train_parts(run, run.wrap(Checkpointed()), under_autocast)
+
+
 @scenario(tolerance=HALF, dtype=torch.float32)
 def test_some_layers_are_in_half_precision(run: Run) -> None:
     class Mixed(Blocks):

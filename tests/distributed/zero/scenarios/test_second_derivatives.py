@@ -53,6 +53,20 @@ def test_a_loss_of_energies_and_forces_trains(run: Run) -> None:
 
 
 @scenario()
+def test_a_differential_equation_is_learned(run: Run) -> None:
+    """A second derivative by the input in the loss: three backwards through the graph."""
+
+    def loss(model: Model, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        y = model(x)
+        (first,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(first[:, 0].sum(), x, create_graph=True)
+        return (second[:, 0] + y[:, 0]).square().mean() + y.square().mean()
+
+    run.train_module(Blocks(), loss)
+
+
+@scenario()
 def test_input_gradients_without_a_graph_are_taken_between_steps(run: Run) -> None:
     """Adversarial examples; the gradients of the parameters are left alone."""
 

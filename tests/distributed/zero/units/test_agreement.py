@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from parallel.mesh import Mesh
 from parallel.store import report_reason, with_reason
 from tests.ranks import run_cases, run_ranks
+from tests.twins import params_of
 from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
 from zero.order import agreement
@@ -236,10 +237,7 @@ def test_an_order_that_repeats_is_not_compared():
 
 
 def test_an_evaluation_now_and_then_meets_twice():
-    """Below stage 3 an evaluation communicates nothing. If only the last micro-batch does, nothing is compared.
-
-    So ranks may run different numbers of them then.
-    """
+    """Below stage 3 an evaluation communicates nothing. If only the last micro-batch does, nothing is compared."""
     steps = ["al", "al", "eeal", "al", "al", "eeal", "al", "al"]
     cases = [(config, steps) for config in (ZeroConfig(0), ZeroConfig(1), *CHECKED)]
     for (config, _), found in zip(cases, run_cases(2, meetings_of, cases), strict=True):
@@ -285,6 +283,27 @@ def test_ranks_that_evaluate_different_numbers_of_batches_are_named_by_what_they
         assert text.startswith("ranks are at different points of a step: data rank ")
         assert "begins a forward after 0" in text
         assert "begins a backward after 0" in text
+
+
+def run_numbers(config: ZeroConfig) -> dict[str, Tensor]:
+    """Run a step with another number of micro-batches on each rank; return the parameters."""
+    trainee = Trainee(config, Mesh.create(tensor_size=1))
+    for parts in (["aal", "l"], ["l", "al"]):
+        trainee.run(parts[trainee.mesh.data.rank])
+    return params_of(trainee.model)
+
+
+def test_ranks_may_run_different_numbers_of_micro_batches_if_only_the_last_communicates():
+    plain = Branches()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for num_micro_batches in (4, 3):
+        optimizer.zero_grad()
+        for _ in range(num_micro_batches):
+            (plain(torch.ones(1, 16), ALL[0]) / 2).backward()
+        optimizer.step()
+    expected = {name: param.detach() for name, param in plain.named_parameters()}
+    for params in itertools.chain(*run_cases(2, run_numbers, [(ZeroConfig(0),), (ZeroConfig(1),), (STAGE_2_LOCAL,)])):
+        torch.testing.assert_close(params, expected)
 
 
 class BranchesOfRoot(Branches):

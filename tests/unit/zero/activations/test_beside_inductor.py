@@ -16,7 +16,7 @@ from parallel.mesh import Axis
 from parallel.tensor.token_layout import ReplicatedTokens
 from zero.activations.choice import Hardware
 from zero.activations.plans.costs import CostModel, peak_and_end
-from zero.activations.plans.cut import Step
+from zero.activations.plans.cut import Line
 from zero.activations.plans.joint import storages
 from zero.activations.plans.module import PlannedBlocks
 
@@ -47,10 +47,10 @@ def inductors_graphs(block: nn.Module, x: Tensor, budget: float) -> list[fx.Grap
     return graphs
 
 
-def lines_of(graph: fx.Graph) -> tuple[list[Step], list[fx.Node]]:
+def lines_of(graph: fx.Graph) -> tuple[list[Line], list[fx.Node]]:
     """Return the lines of a graph, and the nodes that it returns."""
     *nodes, output = graph.nodes
-    return [Step(node, "computed") for node in nodes], output.all_input_nodes
+    return [Line(node, "computed") for node in nodes], output.all_input_nodes
 
 
 def peak_of_blocks(forward: fx.Graph, backward: fx.Graph, x_bytes: int) -> int:

@@ -260,7 +260,7 @@ def test_kernels_wait_for_all_copies_of_a_block_but_the_last_one():
 
 
 def test_times_are_added_in_the_order_of_the_graph():
-    """In another order tensor ranks would round them in other ways, and could choose plans that send other things."""
+    """Tensor ranks with orders of their own would round in other ways, and could choose plans that differ."""
     make, args = MODELS["gpt"]
     plans = planned(equal_blocks(make, 1), (x_of(), *args), budget_gb=PLENTY)
     assert plans.plan is not None
