@@ -55,7 +55,7 @@ class CompressedAdamW(GroupedAdamW):
         factor = self.if_kept(1 - group["lr"] * group["weight_decay"], param.dtype, otherwise=1.0)
         flat, flat_grad = param.detach().view(-1), grad.reshape(-1)
         chunk = CHUNK_OF_CPU if param.device.type == "cpu" else CHUNK
-        chunk = max(1, flat.numel()) if runs_compiled(param.device) else chunk
+        chunk = max(1, flat.numel()) if runs_compiled(flat) else chunk
         for start in range(0, flat.numel(), chunk):
             elements = slice(start, min(start + chunk, flat.numel()))
             update_elements_(

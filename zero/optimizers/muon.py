@@ -95,8 +95,8 @@ class Muon(MatrixOptimizer):
     ) -> None:
         """Update the momentum, and write the direction that is made orthogonal."""
         buffer, skip = view(self.state[param]["momentum_buffer"]), self.skip_flag()
-        weight = self.if_kept(1 - group["momentum"], grad.dtype)
-        write_direction_(buffer, view(grad), weight, skip, out, nesterov=group["momentum"] * group["nesterov"])
+        weight, momentum = self.if_kept(1 - group["momentum"], grad.dtype), group["momentum"]
+        write_direction_(buffer, view(grad), weight, skip, out, momentum if group["nesterov"] else None)
 
     def transform(self, matrices: Tensor, group: dict[str, Any], states: Sequence[dict[str, Tensor]]) -> None:
         """Make the matrices nearly orthogonal, and normalize their rows."""
@@ -128,16 +128,21 @@ class Muon(MatrixOptimizer):
 
 @compiled_on_gpus
 def write_direction_(
-    buffer: Tensor, grad: Tensor, weight: Tensor | float, skip: Tensor | None, out: Tensor | None, *, nesterov: float
+    buffer: Tensor,
+    grad: Tensor,
+    weight: Tensor | float,
+    skip: Tensor | None,
+    out: Tensor | None,
+    nesterov: Tensor | float | None,
 ) -> None:
-    """Update some elements of the momentum, and write their direction to `out`; `nesterov` is the decay, or 0.
+    """Update some elements of the momentum, and write their direction to `out`; None for `nesterov` is no Nesterov.
 
     If the step is to be skipped, `weight` is 0, and the gradient is overwritten by zeros, but not by compiled code.
     """
     if skip is not None:
         grad = grad.masked_fill(skip, 0.0) if is_traced(grad) else grad.masked_fill_(skip, 0.0)
     buffer.lerp_(grad, weight)
-    if out is not None and nesterov:
+    if out is not None and nesterov is not None:
         torch.lerp(grad, buffer, nesterov, out=out)  # rounded to the type of `out` once
     elif out is not None:
         out.copy_(buffer)

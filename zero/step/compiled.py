@@ -4,17 +4,28 @@ They write their results in place. Compiled code may contract a product and a su
 ones by roundings. Operations on integers, such as those that make random bits, have the same results.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, lru_cache, wraps
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from parallel.tensor.softmax import inductor_works
-from parallel.torch_internals import active_dispatch_modes
+from parallel.torch_internals import active_dispatch_modes, active_observers
 
 MOST_NUMBERS = 256  # that are kept as tensors: those of a step are few
+
+
+class ImitatedCompiler(Protocol):
+    """An observer of operations that runs compiled functions, as a GPU would, in a dry run."""
+
+    def compiles(self, tensor: Tensor) -> bool:
+        """Return whether functions of a tensor are compiled: it imitates one on a GPU."""
+
+    def run_compiled(
+        self, function: Callable[..., None], args: Sequence[Any], constants: Mapping[str, Any]
+    ) -> None: ...
 
 
 def compiled_on_gpus(function: Callable[..., None]) -> Callable[..., None]:
@@ -27,7 +38,9 @@ def compiled_on_gpus(function: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(function)
     def call(*args: Any, **constants: Any) -> None:
-        if runs_compiled(args[0].device):
+        if imitated := _imitated_compiler(args[0]):
+            imitated.run_compiled(function, args, constants)
+        elif runs_compiled(args[0]):
             _compiled(function)(*_with_numbers(args, args[0]), **constants)
         else:
             function(*args, **constants)
@@ -35,9 +48,16 @@ def compiled_on_gpus(function: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-def runs_compiled(device: torch.device) -> bool:
-    """Return whether functions run compiled on the device now; single operations are observed eager."""
-    return device.type == "cuda" and not active_dispatch_modes() and _works(device)
+def runs_compiled(tensor: Tensor) -> bool:
+    """Return whether functions of a tensor run compiled now; single operations are observed eager."""
+    if tensor.is_cuda and not active_dispatch_modes():
+        return _works(tensor.device)
+    return _imitated_compiler(tensor) is not None
+
+
+def _imitated_compiler(tensor: Tensor) -> ImitatedCompiler | None:
+    compilers = (one for one in active_observers() if hasattr(one, "compiles"))
+    return next((one for one in compilers if one.compiles(tensor)), None)
 
 
 @cache

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from zero.optimizers.adamw_bf16 import AdamWBf16
 from zero.optimizers.compressed_adamw import update_elements_
+from zero.optimizers.matrix_method import add_
+from zero.optimizers.muon import write_direction_
 from zero.step.compiled import compiled_on_gpus
 from zero.step.pieces import WholePlace
 
@@ -71,6 +73,23 @@ def test_a_compiled_update_differs_by_roundings_and_reads_a_new_rate():
             torch.testing.assert_close(values, expected, rtol=2**-7, atol=0)
             assert (values != expected).sum() <= NUMEL * 2**-8
         assert eager.equal(randoms(4)[0]) is is_skipped
+
+
+@needs_compiler
+def test_compiled_momentum_and_updates_of_matrices_are_the_eager_ones_but_for_roundings():
+    compiled = [torch.compile(f.__wrapped__, dynamic=True, fullgraph=True) for f in (write_direction_, add_)]
+    for is_skipped, momentum in ((False, 0.9), (True, 0.9), (False, 0.95)):
+        found = []
+        for write, add in ((write_direction_.__wrapped__, add_.__wrapped__), compiled):
+            buffer, grad, param = (values.view(20, 50) for values in randoms(3))
+            grad = grad * torch.inf if is_skipped else grad
+            out = torch.empty(20, 50, dtype=torch.bfloat16)
+            weight = torch.tensor(0.0 if is_skipped else 1 - momentum)
+            write(buffer, grad, weight, torch.tensor(is_skipped), out, torch.tensor(momentum))
+            add(param, out, torch.tensor(-0.1), torch.tensor(0.9), is_cautious=True)
+            found.append((buffer, out, param))
+        torch.testing.assert_close(found[1], found[0], rtol=2**-7, atol=2**-20)
+        assert found[1][0].equal(randoms(3)[0].view(20, 50)) is is_skipped
 
 
 def test_a_function_gets_its_arguments_as_they_are_on_a_cpu():
