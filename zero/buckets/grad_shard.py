@@ -207,7 +207,10 @@ class GradShard:
         self.blocks.push(copy.copy_(values))
 
     def set_aside(self) -> None:
-        """Keep a reduced gradient while full gradients are staged again; the next reduction adds it."""
+        """Keep a reduced gradient while full gradients are staged again; the next reduction adds it.
+
+        Call `Offload.synchronize` first if the owned shard is in host memory: the host reads it.
+        """
         self.held = Held.SUM
         # The next gradients overwrite it, or are added to it and divided by the number of their micro-batches.
         if self.path.owns_staged or self.path.has_groups or self.path.policy.adds_leaves:

@@ -164,14 +164,15 @@ class GradientReducer:
                 return
         if self._backward is BackwardState.REDUCING:
             raise ValueError("the backward before this one broke off; call `optimizer.zero_grad()` before the next one")
-        reduced = [bucket.grads for bucket in self._order.buckets if bucket.grads.held is Held.MEAN]
-        if any(grads.path.persists for grads in reduced) and self.users.all_await:
+        reduced = [bucket for bucket in self._order.buckets if bucket.grads.held is Held.MEAN]
+        if any(bucket.grads.path.persists for bucket in reduced) and self.users.all_await:
             raise ValueError(
                 "a second backward after the gradients were reduced; run every backward of a step but the last "
                 "inside `with model.accumulate():`"
             )
-        for grads in reduced:  # one of several optimizers has stepped: the gradients of the others are added up
-            grads.set_aside()
+        self.reductions.let_host_use(reduced)
+        for bucket in reduced:  # gradients that an optimizer still awaits are added up
+            bucket.grads.set_aside()
         self._order.restart()
         self.users.restart()
         # Last of all: a backward that is refused must not leave anything to end.
@@ -259,7 +260,7 @@ class GradientReducer:
             self.clear()
             return True
         self.end()
-        self.reductions.allow_host_writes(self._order.buckets)
+        self.reductions.let_host_use(self._order.buckets)
         self.used -= self.users.params_of[optimizer]
         for bucket in self._order.buckets:
             bucket.grads.discard(self.users.params_of[optimizer])

@@ -173,8 +173,8 @@ class Reductions:
         self.staging.free()
         self.host_staging.free()
 
-    def allow_host_writes(self, buckets: Sequence[Bucket]) -> None:
-        """Let the host overwrite owned shards: it waits for their copies, if some are in its memory."""
+    def let_host_use(self, buckets: Sequence[Bucket]) -> None:
+        """Let the host read and write owned shards: it waits for their copies, if some are in its memory."""
         if any(bucket.grads.placement is Placement.HOST for bucket in buckets):
             self._offload.synchronize()
 

@@ -245,6 +245,22 @@ class Branches(nn.Module):
         return x
 
 
+def groups_with_branches(config: ZeroConfig, offload: str) -> tuple[ZeroDataParallel, ZeroOptimizer]:
+    data = Mesh.create(tensor_size=1, shard_size=2, imitated_backend="nccl").data
+    model = ZeroDataParallel(Branches(), data, config, offload=OffloadConfig(offload))
+    return model, ZeroOptimizer(model, torch.optim.AdamW, fused=True)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_host_keeps_a_gradient_once_it_has_arrived(stage):
+    """A second backward without `accumulate` adds to the mean of the first, which may be on its way to the host."""
+    with imitated_world(3, 4, 4, "nccl") as world, streams_checked(world.device):
+        model, optimizer = groups_with_branches(ZeroConfig(stage), "host")
+        for _ in range(2):
+            model(torch.ones(2, 8), 0).square().mean().backward()
+        optimizer.step()
+
+
 def check_two_optimizers() -> None:
     """Step them one after the other, over buckets in host memory that they share, on ranks with other batches."""
     data = Mesh.create(tensor_size=1).data
