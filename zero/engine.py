@@ -147,10 +147,13 @@ class ZeroDataParallel(nn.Module):
     def wait_for_updates(self, params: Iterable[nn.Parameter] | None = None) -> None:
         """Make updated parameters, some or all, readable by what is launched after this.
 
-        They may still be on their way with `overlap_gather`.
+        They may still be on their way with `overlap_gather`. Without `params`, owned parameters and master weights may
+        then be written too; the host calls `Offload.synchronize` first.
         """
         for flat in self.flats:
             flat.wait_for_updates(params)
+        for bucket in self.buckets if params is None else ():
+            bucket.params.wait_for_update()
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -245,6 +248,7 @@ class ZeroDataParallel(nn.Module):
     def loading_masters(self) -> Iterator[None]:
         """Let master weights be written inside this context, and parameters follow them; all ranks enter it."""
         self.wait_for_updates()
+        self.offload.synchronize()  # the host may write what is stored in its memory
         for flat in self.flats:
             flat.reshard()  # before: a transient full buffer that stayed unsharded would keep the old values
             flat.take_replaced()  # so that the parameters read what is loaded

@@ -269,8 +269,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def take_changes(self) -> None:
         """Let master weights follow parameters that were written in place; `step` and saving the state call this."""
         self._model.wait_for_updates()
-        for bucket in self.buckets:
-            bucket.params.wait_for_update()
         for flat in self._model.flats:
             flat.take_replaced()
         self._groups.take_written()
@@ -286,7 +284,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def place(self, bucket: Bucket, placement: Placement) -> None:
         """Move a bucket's master weights, moments and owned gradient, between steps. The gradient's values are lost."""
         self._model.wait_for_updates()  # gathers read the owned parameters, which may be the master weights
-        bucket.params.wait_for_update()
         bucket.place_master(placement)
         new = partial(self._model.offload.new, placement, TensorKind.MOMENTS)
         self._bucketed.move(self.pieces_of(bucket), bucket.master, new)

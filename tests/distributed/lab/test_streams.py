@@ -261,6 +261,26 @@ def test_the_host_keeps_a_gradient_once_it_has_arrived(stage):
         optimizer.step()
 
 
+@pytest.mark.parametrize(
+    ("config", "offload"),
+    [
+        (ZeroConfig(3, optimizer_over="all"), "accelerator"),
+        (ZeroConfig(3, optimizer_over="all"), "host"),
+        (ZeroConfig(1, overlap_gather=True), "host"),
+    ],
+    ids=["between groups", "between groups, by the host", "to the accelerator"],
+)
+def test_weights_are_loaded_once_the_update_before_has_been_sent(config, offload):
+    with imitated_world(3, 4, 4, "nccl") as world, streams_checked(world.device):
+        model, optimizer = groups_with_branches(config, offload)
+        for _ in range(2):
+            model(torch.ones(2, 8), 0).square().mean().backward()
+            optimizer.step()
+            with model.loading_masters():
+                for bucket in model.buckets:
+                    bucket.master.zero_()
+
+
 def check_two_optimizers() -> None:
     """Step them one after the other, over buckets in host memory that they share, on ranks with other batches."""
     data = Mesh.create(tensor_size=1).data
