@@ -279,7 +279,7 @@ class ZeroDataParallel(nn.Module):
         They are views, which `torch.distributed.checkpoint` saves and loads into; `full_tensor()` gathers one. Raises
         ConfigError if a parameter is complex.
         """
-        self._take_changes()
+        self.take_changes()
         state = self.module.state_dict(*args, destination=destination, prefix=prefix, keep_vars=True)
         state.update(self._shards(state))
         return state
@@ -291,7 +291,7 @@ class ZeroDataParallel(nn.Module):
         these if it is `strict`, and ConfigError if a tensor does not fit.
         """
         if not any(isinstance(value, ChunkedTensor) for value in state_dict.values()):
-            self._take_changes()  # shards may have been loaded in place, and parameters be older than master weights
+            self.take_changes()  # shards may have been loaded in place, and parameters be older than master weights
         shards = self._shards(self.module.state_dict(keep_vars=True))
         others = {name: value for name, value in state_dict.items() if name not in shards}
         # All of them are checked before any is loaded.
@@ -308,9 +308,12 @@ class ZeroDataParallel(nn.Module):
                 shards[name].load(part)
         return keys
 
-    def _take_changes(self) -> None:
+    def take_changes(self) -> None:
+        """Let master weights follow parameters that were written in place, and the host read and write its memory."""
+        self.wait_for_updates()
         for optimizer in self.reducer.users.params_of:
             optimizer.take_changes()
+        self.offload.synchronize()
 
     def _shards(self, state: Mapping[str, Any]) -> dict[str, ChunkedTensor]:
         """Return the shards of the parameters in a state of the module, by their keys."""
