@@ -257,6 +257,8 @@ class ZeroDataParallel(nn.Module):
             for bucket in flat.buckets:
                 bucket.params.owned.copy_(bucket.master)  # returns early if both are the same memory
             flat.publish_loaded()
+            # A backward whose forward has run before must raise, as in torch.
+            torch.autograd.graph.increment_version(flat.params)
         self.measure_weights()
 
     def parameter_chunks(self) -> ParameterChunks:
