@@ -116,10 +116,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         assembles = bool(self.matrices.buckets)
         self._unused = UnusedParameters(pieces, model.module, skips=skip_unused, assembles=assembles)
         self.grad_norm = GradNorm(pieces.owned, pieces.params, axes, split, scale, in_blocks=in_blocks)
+        self._check_others()
         self._sums = self._deferred_sums()
         self._groups = BucketGroups(flats, self.buckets, self.matrices.buckets, model.offload)
         self._take_calls_of_inner()
-        self._check_others()
         model.reducer.users.add(self, pieces.params)
 
     @classmethod
@@ -314,6 +314,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _check_others(self) -> None:
         """Check that the model's other optimizers and this one can use the same gradients, buckets and loss scale."""
         for other in self._model.reducer.users.params_of:
+            if (self.tensor.group, self.tensor.size) != (other.tensor.group, other.tensor.size):
+                raise ConfigError(
+                    f"two optimizers of a model have `tensor` axes of their own, of {other.tensor.size} and "
+                    f"{self.tensor.size} ranks, and the gradients of one would not be summed over them; give both the "
+                    "same axis"
+                )
             if self._model.offload.config.mode == "auto":
                 raise ConfigError(
                     "OffloadConfig.mode=auto moves buckets for one optimizer, and this model has two; choose host or "
