@@ -107,7 +107,7 @@ class ZeroDataParallel(nn.Module):
         trainable = [bucket for flat in self.flats if flat.is_trainable for bucket in flat.buckets]
         self.reducer = GradientReducer(trainable, levels, config, launch_order, self.offload)
         self.measure_weights()
-        self.planner = self._residency()
+        self.planner: Residency = self._residency()
         self._passes = Passes(self.reducer, launch_order)
         if unshards:
             scheduler = UnitScheduler(module, self._access, self.planner, self._passes, self.reducer)
@@ -418,7 +418,7 @@ class ZeroDataParallel(nn.Module):
             self._access.add(name, Unit(modules[name], flats, before_gather))
 
     def _residency(self) -> Residency:
-        """Return what decides which units are prefetched and kept: Gemini, if there is a budget of memory."""
+        """Return what decides which units are prefetched and kept: a `PlacementPlanner` if there is a budget."""
         units = self.units
         prefetch_numel = self.config.prefetch_numel
         if prefetch_numel is None:  # the largest unit, so that the next one is always gathered ahead
