@@ -6,7 +6,7 @@ Its results are exact for the imitated backend, except for dropout on GPUs, whos
 
 import gc
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -21,6 +21,7 @@ from gpt.train_step import train_step
 from lab.dryrun.compiled_code import with_compiled_code
 from lab.dryrun.unchecked_streams import UncheckedStreams
 from lab.measure.cluster import ClusterSpec
+from lab.observe.compiled_kernels import CompiledCalls
 from lab.observe.fake_tensors import QuickFakeTensorMode
 from lab.observe.kernel_log import Kernel, KernelLog, events_at_times
 from lab.observe.memory_tracker import MemoryHistory, MemoryTracker
@@ -88,7 +89,9 @@ def record_step(
     """
     settings = replace(settings, train=replace(settings.train, compile="none"))  # fake tensors cannot be compiled
     mesh = build_mesh(settings, world)
-    with tensor_mode, MemoryTracker(world.device) as tracker, _streams(settings, world):
+    tracker = MemoryTracker(world.device)
+    compiled_calls = CompiledCalls(tracker.is_on_host)
+    with tensor_mode, tracker, _streams(settings, world, compiled_calls):
         state = build(settings, mesh, world.device)
         building_peak_bytes = tracker.device.peak_total
         masks_documents = settings.data.mask_documents
@@ -104,7 +107,7 @@ def record_step(
             late_before = [event for event in events_before if event.awaited is None]
             # After the first steps, which allocate optimizer states and buffers: only what follows is recorded.
             tracker.restart()
-            kernel_log = KernelLog(lambda: mesh.log.phase, tracker.is_on_host)
+            kernel_log = compiled_calls.log = KernelLog(lambda: mesh.log.phase, tracker.is_on_host)
             mesh.log.clear()
             with (
                 tracker.keeping_history(kernel_log.count) as memory,
@@ -130,11 +133,16 @@ def num_alike(settings: Settings, num_batch_ranks: int) -> int:
     return max(MAX_MICRO_BATCHES, -(-settings.zero.leaf_blocks // num_batch_ranks))  # a block has one at least
 
 
-def _streams(settings: Settings, world: World) -> AbstractContextManager[Any]:
-    """Return a context that gives the run the streams of a GPU, if it imitates one or is to be checked."""
-    if settings.profile.check_streams:
-        return streams_checked(world.device)
-    return observe_operations(UncheckedStreams()) if world.imitated_backend == "nccl" else nullcontext()
+@contextmanager
+def _streams(settings: Settings, world: World, compiled_calls: CompiledCalls) -> Iterator[None]:
+    """Give the run the streams and the compiler of a GPU, if it imitates one; single operations are to be checked."""
+    with ExitStack() as stack:
+        if settings.profile.check_streams:
+            stack.enter_context(streams_checked(world.device))
+        elif world.imitated_backend == "nccl":
+            stack.enter_context(observe_operations(UncheckedStreams()))
+            stack.enter_context(observe_operations(compiled_calls))
+        yield
 
 
 @contextmanager

@@ -2,14 +2,16 @@
 
     region = compiled_region(build)                 the kernels of a function, eager and compiled
     kernels, places = splice(kernels, [region])     a log in which each call of the function is compiled
+    observe_operations(CompiledCalls(...))          functions of `compiled_on_gpus` are compiled from the start
 
 inductor's scheduler decides what is fused (lab/observe/inductor_internals.py). The log of a dry run is that of eager
 code, in which `splice` finds the kernels of each call.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -19,7 +21,7 @@ from torch import Tensor, nn
 from lab.observe.fake_tensors import QuickFakeTensorMode, instances_in
 from lab.observe.kernel_log import Kernel, KernelLog, attention_of, product_of, recipe_of
 from lab.observe.operation_observer import observe_operations
-from parallel.torch_internals import schema_of, tree_map
+from parallel.torch_internals import real_tensors, schema_of, tree_leaves, tree_map
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +82,49 @@ def splice(kernels: Sequence[Kernel], regions: Sequence[CompiledRegion]) -> tupl
                 spliced.append(kernels[place])
         position = own[-1] + 1
     return spliced, [*places, len(spliced)]
+
+
+class CompiledCalls:
+    """A compiler for dry runs that imitate GPUs (`zero.step.compiled.ImitatedCompiler`).
+
+    Compiled functions write their results in place, so that tensors without values need no operation. While `log` is a
+    log, their kernels are added to it. One plan serves tensors of equal types: the bytes of its kernels are in
+    proportion to the elements of the first one.
+    """
+
+    def __init__(self, is_on_host: Callable[[Tensor], bool]):
+        self.log: KernelLog | None = None
+        self._is_on_host = is_on_host
+
+    def compiles(self, tensor: Tensor) -> bool:
+        return not self._is_on_host(tensor)
+
+    def run_compiled(self, function: Callable[..., None], args: Sequence[Any], constants: Mapping[str, Any]) -> None:
+        kinds = [(leaf.dim(), leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in tree_leaves(args)]
+        key = function, tuple(constants.items()), tuple(kinds)
+        if key not in _planned:
+            region = None
+            with real_tensors():
+                region = compiled_region(lambda: (partial(function, **constants), tree_map(_empty_like, tuple(args))))
+            _planned[key] = args[0].numel(), region
+        numel, region = _planned[key]
+        if region is None:
+            function(*args, **constants)
+        elif self.log is not None:
+            kernels = region.compiled[FORWARD]
+            scale = args[0].numel() / numel
+            self.log.append(replace(kernel, num_bytes=round(kernel.num_bytes * scale)) for kernel in kernels)
+
+    def on_operation(self, *_operation: Any) -> None: ...
+
+
+_planned: dict[Any, tuple[int, CompiledRegion | None]] = {}  # {function and types of arguments: (elements, plan)}
+
+
+def _empty_like(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype)
 
 
 def _places_of(wanted: Sequence[Kernel], kernels: Sequence[Kernel], start: int) -> list[int]:

@@ -86,6 +86,10 @@ class KernelLog:
         """Return the number of kernels so far, for use as the clock of a `CommLog` that is the same on any machine."""
         return len(self.kernels)
 
+    def append(self, kernels: Iterable[Kernel]) -> None:
+        """Add kernels that were not observed, in the present part of the step."""
+        self.kernels += [replace(kernel, phase=self._phase()) for kernel in kernels]
+
     def on_operation(self, function: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> None:
         if not runs_a_kernel(function, args):
             return

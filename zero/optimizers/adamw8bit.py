@@ -43,18 +43,20 @@ class AdamW8bit(CompressedAdamW):
         blocks = slice(elements.start // BLOCK, -(-elements.stop // BLOCK))
         return [(state[name][elements], state[f"{name}_{SCALE}"][blocks]) for name in SIGNED]
 
-    def decoded(self, stored: list[Sequence[Tensor]], dtype: torch.dtype) -> list[Tensor]:
-        """Return the values of numbers and scales."""
-        both = zip(SIGNED.values(), stored, strict=True)
-        return [
-            dequantized(numbers, scales, self.table(is_signed, numbers.device)[0]).to(dtype)
-            for is_signed, (numbers, scales) in both
-        ]
+    def context(self, param: nn.Parameter, elements: slice) -> tuple[Any, ...]:
+        """Return the table and the bounds of each moment."""
+        return tuple(self.table(is_signed, param.device) for is_signed in SIGNED.values())
 
-    def encoded(self, moments: list[Tensor], param: nn.Parameter, elements: slice) -> list[Sequence[Tensor]]:
+    @staticmethod
+    def decoded(stored: list[Sequence[Tensor]], context: tuple[Any, ...], dtype: torch.dtype) -> list[Tensor]:
+        """Return the values of numbers and scales."""
+        both = zip(stored, context, strict=True)
+        return [dequantized(numbers, scales, table).to(dtype) for (numbers, scales), (table, _) in both]
+
+    @staticmethod
+    def encoded(moments: list[Tensor], context: tuple[Any, ...], step: Tensor) -> list[Sequence[Tensor]]:
         """Return numbers and scales."""
-        both = zip(SIGNED.values(), moments, strict=True)
-        return [quantized(values, self.table(is_signed, values.device)[1]) for is_signed, values in both]
+        return [quantized(values, bounds) for values, (_, bounds) in zip(moments, context, strict=True)]
 
     def requantize(self, param: nn.Parameter, scales: dict[str, Tensor]) -> None:
         """Quantize moments again that were quantized in other blocks; `scales` has the scale of each element.

@@ -5,6 +5,7 @@ shard, bucket or tensor rank changes them.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -42,15 +43,26 @@ class AdamWBf16(CompressedAdamW):
         """Return a view of each moment."""
         return [(state[name].view(-1)[elements],) for name in MOMENTS]
 
-    def decoded(self, stored: list[Sequence[Tensor]], dtype: torch.dtype) -> list[Tensor]:
+    def context(self, param: nn.Parameter, elements: slice) -> tuple[Any, ...]:
+        """Return the place of the elements and the seed; on a GPU the place has tensors, which compiled code reads."""
+        place = self._places[param]
+        if param.is_cuda and not isinstance(place.start, Tensor):  # once, because a copy blocks the host
+            number = torch.tensor(place.param, dtype=torch.int32, device=param.device)
+            place = replace(place, param=number, start=torch.tensor(place.start, device=param.device))
+            self._places[param] = place
+        return replace(place, start=place.start + elements.start), self.defaults["seed"]
+
+    @staticmethod
+    def decoded(stored: list[Sequence[Tensor]], context: tuple[Any, ...], dtype: torch.dtype) -> list[Tensor]:
         """Return copies of the moments."""
         return [values.to(dtype, copy=True) for (values,) in stored]
 
-    def encoded(self, moments: list[Tensor], param: nn.Parameter, elements: slice) -> list[Sequence[Tensor]]:
+    @staticmethod
+    def encoded(moments: list[Tensor], context: tuple[Any, ...], step: Tensor) -> list[Sequence[Tensor]]:
         """Return the moments, each rounded by one half of the bits of an element."""
-        place, step = self._places[param], self.state[param]["step"]
-        key = mix_(mix_(step.to(torch.int32) + self.defaults["seed"]) + place.param)
-        bits = mix_(place.numbers(elements, param.device).mul_(GOLDEN).add_(key))
+        place, seed = context
+        key = mix_(mix_(step.to(torch.int32) + seed) + place.param)
+        bits = mix_(place.numbers(len(moments[0]), step.device).mul_(GOLDEN).add_(key))
         return [(rounded(moment, half),) for moment, half in zip(moments, (bits, bits >> 16), strict=True)]
 
 

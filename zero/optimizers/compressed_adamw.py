@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 from zero.optimizers.cautious_adamw import decay_cautiously
 from zero.optimizers.grouped_adamw import GroupedAdamW
+from zero.step.compiled import compiled_on_gpus, runs_compiled
 
-CHUNK, CHUNK_OF_CPU = 2**22, 2**18  # elements that are updated at a time: on a CPU, its cache has the temporaries
+# Elements that are updated at a time, unless one kernel updates all: on a CPU, its cache has the temporaries.
+CHUNK, CHUNK_OF_CPU = 2**22, 2**18
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -29,12 +31,18 @@ class CompressedAdamW(GroupedAdamW):
         """Return, for each moment, views of the states that store some elements."""
 
     @abstractmethod
-    def decoded(self, stored: list[Sequence[Tensor]], dtype: torch.dtype) -> list[Tensor]:
+    def context(self, param: nn.Parameter, elements: slice) -> tuple[Any, ...]:
+        """Return what else decides how moments of some elements are stored."""
+
+    @staticmethod
+    @abstractmethod
+    def decoded(stored: list[Sequence[Tensor]], context: tuple[Any, ...], dtype: torch.dtype) -> list[Tensor]:
         """Return copies of the moments that are stored."""
 
+    @staticmethod
     @abstractmethod
-    def encoded(self, moments: list[Tensor], param: nn.Parameter, elements: slice) -> list[Sequence[Tensor]]:
-        """Return what is to be stored for moments of some elements; the states count this step already."""
+    def encoded(moments: list[Tensor], context: tuple[Any, ...], step: Tensor) -> list[Sequence[Tensor]]:
+        """Return what is to be stored for moments of some elements; `step` counts this step already."""
 
     def update_param(self, param: nn.Parameter, grad: Tensor, group: dict[str, Any]) -> None:
         """Update a parameter, or a piece of one."""
@@ -42,31 +50,49 @@ class CompressedAdamW(GroupedAdamW):
         if not state:
             step = torch.zeros((), dtype=torch.float32, device=param.device)
             state.update(self.new_moments(param), step=step)
-        is_kept = self.is_kept(param)
         state["step"].add_(self.if_kept(1.0, torch.float32))
+        rate = self.if_kept(-group["lr"], param.dtype)
+        factor = self.if_kept(1 - group["lr"] * group["weight_decay"], param.dtype, otherwise=1.0)
         flat, flat_grad = param.detach().view(-1), grad.reshape(-1)
         chunk = CHUNK_OF_CPU if param.device.type == "cpu" else CHUNK
+        chunk = max(1, flat.numel()) if runs_compiled(flat) else chunk
         for start in range(0, flat.numel(), chunk):
             elements = slice(start, min(start + chunk, flat.numel()))
-            stored = self.stored(state, elements)
-            moments = self.decoded(stored, param.dtype)
-            self._update(flat[elements], flat_grad[elements], moments, state["step"], group)
-            for olds, news in zip(stored, self.encoded(moments, param, elements), strict=True):
-                for old, new in zip(olds, news, strict=True):
-                    old.copy_(new if is_kept is None else torch.where(is_kept == 0, old, new))
+            update_elements_(
+                flat[elements],
+                flat_grad[elements],
+                self.stored(state, elements),
+                self.context(param, elements),
+                (state["step"], rate, factor, self.skip_flag()),
+                method=type(self),
+                settings=(*group["betas"], group["eps"], group["cautious_decay"]),
+            )
 
-    def _update(self, param: Tensor, grad: Tensor, moments: list[Tensor], step: Tensor, group: dict[str, Any]) -> None:
-        """Update some elements and their moments."""
-        (beta1, beta2), (first, second) = group["betas"], moments
-        self.clear_if_skipped(grad)
-        first.lerp_(grad, 1 - beta1)
-        second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        num_steps = step.to(param.dtype).clamp(min=1)  # 0 if all steps so far were skipped
-        rate = -group["lr"] / (1 - beta1**num_steps) * self.if_kept(1.0, param.dtype)
-        factor = self.if_kept(1 - group["lr"] * group["weight_decay"], param.dtype, otherwise=1.0)
-        update = first / (second.sqrt() / (1 - beta2**num_steps).sqrt()).add_(group["eps"])
-        if group["cautious_decay"]:
-            decay_cautiously(param, update, factor)
-        else:
-            param.mul_(factor)
-        param.addcmul_(update, rate)
+
+@compiled_on_gpus
+def update_elements_(
+    param: Tensor,
+    grad: Tensor,
+    stored: list[Sequence[Tensor]],
+    context: tuple[Any, ...],
+    numbers: tuple[Any, ...],
+    *,
+    method: type[CompressedAdamW],
+    settings: tuple[Any, ...],
+) -> None:
+    """Update some elements and their moments; the rate is negative, and 0 in a step that is skipped, the factor 1."""
+    (step, rate, factor, skip), (beta1, beta2, eps, is_cautious) = numbers, settings
+    first, second = method.decoded(stored, context, param.dtype)
+    grad = grad if skip is None else grad.masked_fill(skip, 0.0)  # times a weight of zero, inf would be NaN
+    first.lerp_(grad, 1 - beta1)
+    second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    num_steps = step.to(param.dtype).clamp(min=1)  # 0 if all steps so far were skipped
+    update = first / (second.sqrt() / (1 - beta2**num_steps).sqrt()).add_(eps)
+    if is_cautious:
+        decay_cautiously(param, update, factor)
+    else:
+        param.mul_(factor)
+    param.addcmul_(update, (1 - beta1**num_steps).reciprocal() * rate)
+    for olds, news in zip(stored, method.encoded([first, second], context, step), strict=True):
+        for old, new in zip(olds, news, strict=True):
+            old.copy_(new if skip is None else torch.where(skip, old, new))

@@ -146,7 +146,6 @@ class FactorUpdates(OwnedMatrices):
         """Update the owned elements of a bucket, and their momentum."""
         for piece in self.pieces[bucket]:
             group, momentum = self.group_of(piece), self._momentum(piece)
-            self.inner.decay(piece.param, group)
             for share in self._shares[piece]:
                 left = self._left.held(share.left)
                 right = self._right.held(share.right)

@@ -94,7 +94,6 @@ class DionMethod(MatrixMethod):
         updates = (left @ (product * scales).T).flatten().split(numels)
         for param, part, fed, update in zip(stretches, momentum, fed_back, updates, strict=True):
             self.feed_back(part, fed.view_as(part), group)
-            self.decay(param, group)
             self.add(param, update.view_as(param), group, shape)
 
     def feed_back(self, momentum: Tensor, product: Tensor, group: dict[str, Any]) -> None:

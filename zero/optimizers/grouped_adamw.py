@@ -75,10 +75,14 @@ class GroupedAdamW(CautiousAdamW):
             self._flags[key] = self.kept(value, dtype, otherwise)
         return self._flags[key]
 
+    def skip_flag(self) -> Tensor | None:
+        """Return whether the step is to be skipped; None if no flag has been set."""
+        return None if getattr(self, "found_inf", None) is None else self.if_kept(False, torch.bool, True)
+
     def clear_if_skipped(self, grad: Tensor) -> None:
         """Let a gradient be zeros if the step is to be skipped: times a weight of zero, inf would be NaN."""
-        if self.is_kept(grad) is not None:
-            grad.masked_fill_(self.if_kept(False, torch.bool, True), 0.0)
+        if (skip := self.skip_flag()) is not None:
+            grad.masked_fill_(skip, 0.0)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:

@@ -1,12 +1,11 @@
 """AdamW whose groups of matrices are updated by another method.
 
-    accumulate    the states of owned elements                                                element by element
-    direction     their values that are sent                                                  element by element
+    direction     the states of owned elements, and their values that are sent                element by element
     transform     the updates of equal matrices, from the directions of all of their elements  whole matrices
-    decay, add    the update of owned elements                                                element by element
+    add           the weight decay and the update of owned elements                           element by element
 
-The two in the middle are those of a `WholeMatrixMethod`: zero/optimizers/matrix_optimizer.py puts its steps together,
-in one process and over ranks.
+The first two are those of a `WholeMatrixMethod`: zero/optimizers/matrix_optimizer.py puts its steps together, in one
+process and over ranks.
 """
 
 from abc import abstractmethod
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from zero.optimizers.cautious_adamw import decay_cautiously
 from zero.optimizers.grouped_adamw import GroupedAdamW
 from zero.step.atoms import MATRIX
+from zero.step.compiled import compiled_on_gpus
 
 View = Callable[[Tensor], Tensor]
 
@@ -42,10 +42,6 @@ class MatrixMethod(GroupedAdamW):
     def prepare(self, param: nn.Parameter) -> None:
         """Make the states of a stretch, before its first update."""
 
-    @abstractmethod
-    def accumulate(self, param: nn.Parameter, grad: Tensor, group: dict[str, Any]) -> None:
-        """Update the states of owned elements. May overwrite `grad`, which must be finite afterwards."""
-
     def matrix_state(self, shape: tuple[int, int], device: torch.device) -> dict[str, Tensor]:
         """Return the states of a whole matrix, before its first update; they are on the rank that computes it."""
         return {}
@@ -60,19 +56,11 @@ class MatrixMethod(GroupedAdamW):
         """Return the bytes of these states."""
         return sum(value.nbytes for value in self.matrix_state(shape, torch.device("meta")).values())
 
-    def decay(self, param: Tensor, group: dict[str, Any]) -> None:
-        """Apply the decoupled weight decay to a stretch, unless it is cautious and has to know the update."""
-        if group["weight_decay"] and not group["cautious_decay"]:
-            param.mul_(self._decay_factor(param, group))
-
     def add(self, param: Tensor, update: Tensor, group: dict[str, Any], shape: tuple[int, int]) -> None:
-        """Apply its part of the update to a stretch of a matrix of `shape`."""
-        if group["weight_decay"] and group["cautious_decay"]:
-            decay_cautiously(param, update, self._decay_factor(param, group))
-        param.add_(update, alpha=-self.rate(group, shape))
-
-    def _decay_factor(self, param: Tensor, group: dict[str, Any]) -> Any:
-        return self.if_kept(1 - self.rate(group, None) * group["weight_decay"], param.dtype, otherwise=1.0)
+        """Apply the weight decay and its part of the update to a stretch of a matrix of `shape`."""
+        decayed = 1 - self.rate(group, None) * group["weight_decay"]
+        factor = self.if_kept(decayed, param.dtype, otherwise=1.0) if group["weight_decay"] else None
+        add_(param.detach(), update, -self.rate(group, shape), factor, is_cautious=group["cautious_decay"])
 
     def rate(self, group: dict[str, Any], shape: tuple[int, int] | None) -> float:
         """Return the learning rate of a matrix of `shape`, or for None of the weight decay."""
@@ -100,9 +88,8 @@ class WholeMatrixMethod(MatrixMethod):
     """A method whose update of a matrix is computed on one rank, which gets all of it.
 
     A class for an optimizer, such as `Soap`, derives from `MatrixOptimizer` and defines `method`, `own_defaults` with
-    "lr_factor", `message_dtype`, `accumulate`, `direction`, `transform` and `flops`; `prepare` if owned elements have
-    states, and `matrix_state` if whole matrices have some. In a step that is skipped no state changes, and updates are
-    zeros.
+    "lr_factor", `message_dtype`, `direction`, `transform` and `flops`; `prepare` if owned elements have states, and
+    `matrix_state` if whole matrices have some. In a step that is skipped no state changes, and updates are zeros.
     """
 
     @property
@@ -111,8 +98,14 @@ class WholeMatrixMethod(MatrixMethod):
         """The data type in which directions and updates are sent."""
 
     @abstractmethod
-    def direction(self, param: nn.Parameter, grad: Tensor, group: dict[str, Any], view: View, out: Tensor) -> None:
-        """Write the values to send to `out`; `view` selects them, of the gradient and of a state of the parameter."""
+    def direction(
+        self, param: nn.Parameter, grad: Tensor, group: dict[str, Any], view: View, out: Tensor | None
+    ) -> None:
+        """Update the states of some elements, and write the values to send to `out`, unless it is None.
+
+        `view` selects the elements, of the gradient and of a state of the parameter. May overwrite the gradient. The
+        values are finite, also in a step that is skipped.
+        """
 
     @abstractmethod
     def transform(self, matrices: Tensor, group: dict[str, Any], states: Sequence[dict[str, Tensor]]) -> None:
@@ -120,3 +113,18 @@ class WholeMatrixMethod(MatrixMethod):
 
         In a step that is skipped the updates are zeros.
         """
+
+
+@compiled_on_gpus
+def add_(
+    param: Tensor, update: Tensor, rate: Tensor | float, factor: Tensor | float | None, *, is_cautious: bool
+) -> None:
+    """Multiply some elements by `factor`, all or those that the update brings nearer to zero; add rate * update."""
+    if factor is not None and is_cautious:
+        decay_cautiously(param, update, factor)
+    elif factor is not None:
+        param.mul_(factor)
+    if isinstance(rate, Tensor):
+        param.add_(update.to(param.dtype) * rate)
+    else:
+        param.add_(update, alpha=rate)

@@ -25,9 +25,7 @@ class MatrixOptimizer(WholeMatrixMethod):
         matrix = stretches[0].new_empty(shape, dtype=self.message_dtype)
         parts = matrix.view(-1).split([param.numel() for param in stretches])
         for param, grad, values in zip(stretches, grads, parts, strict=True):
-            self.accumulate(param, grad, group)
-            self.direction(param, grad, group, Tensor.flatten, values)
+            self.direction(param, grad, group, Tensor.detach, values.view_as(param))
         self.transform(matrix[None], group, [self.state_of_matrix(stretches[0], shape, matrix.device)])
         for param, values in zip(stretches, parts, strict=True):
-            self.decay(param, group)
             self.add(param, values.view_as(param), group, shape)

@@ -150,12 +150,10 @@ class MatrixUpdates(OwnedMatrices):
             with allocating(TensorKind.MOMENTS, on_host=bucket.optimizer_placement is Placement.HOST):
                 self.inner.prepare(piece.param)
             own, group = cut(grad, piece.elements), self.group_of(piece)
-            self.inner.accumulate(piece.param, own, group)
             for one in self._rounds:
                 for stretch in one.exchange.stretches[piece]:
-                    if stretch.is_sent:
-                        out = stretch.in_message(one.of(bucket))
-                        self.inner.direction(piece.param, own, group, stretch.runs.view, out)
+                    out = stretch.in_message(one.of(bucket)) if stretch.is_sent else None
+                    self.inner.direction(piece.param, own, group, stretch.runs.view, out)
 
     def send(self) -> None:
         """Launch the messages with the directions of all buckets."""
@@ -178,8 +176,6 @@ class MatrixUpdates(OwnedMatrices):
         """Update the owned stretches of a bucket whose updates have returned."""
         for piece in self.pieces[bucket]:
             group = self.group_of(piece)
-            if self._present is self._rounds[0]:
-                self.inner.decay(piece.param, group)
             for stretch in self._present.exchange.stretches[piece]:
                 own, update = stretch.runs.view(piece.param), stretch.in_message(self._present.of(bucket))
                 self.inner.add(own, update, group, self.matrices[stretch.matrix].whole_shape)

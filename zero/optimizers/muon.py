@@ -15,9 +15,11 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from parallel.tensor.layers import is_traced
 from zero.optimizers.matrix_method import View
 from zero.optimizers.matrix_optimizer import MatrixOptimizer
 from zero.partition.config import DTYPES
+from zero.step.compiled import compiled_on_gpus
 
 Coefficients = tuple[float, float, float]
 IterationName = Literal["newton_schulz", "polar_express"]
@@ -88,18 +90,13 @@ class Muon(MatrixOptimizer):
         if not self.state[param]:
             self.state[param]["momentum_buffer"] = torch.zeros_like(param)
 
-    def accumulate(self, param: nn.Parameter, grad: Tensor, group: dict[str, Any]) -> None:
-        """Update the momentum."""
-        self.clear_if_skipped(grad)
-        self.state[param]["momentum_buffer"].lerp_(grad, self.if_kept(1 - group["momentum"], grad.dtype))
-
-    def direction(self, param: nn.Parameter, grad: Tensor, group: dict[str, Any], view: View, out: Tensor) -> None:
-        """Write the direction that is made orthogonal."""
-        buffer = view(self.state[param]["momentum_buffer"])
-        if group["nesterov"]:
-            torch.lerp(view(grad), buffer, group["momentum"], out=out)  # rounded to the type of `out` once
-        else:
-            out.copy_(buffer)
+    def direction(
+        self, param: nn.Parameter, grad: Tensor, group: dict[str, Any], view: View, out: Tensor | None
+    ) -> None:
+        """Update the momentum, and write the direction that is made orthogonal."""
+        buffer, skip = view(self.state[param]["momentum_buffer"]), self.skip_flag()
+        weight, momentum = self.if_kept(1 - group["momentum"], grad.dtype), group["momentum"]
+        write_direction_(buffer, view(grad), weight, skip, out, momentum if group["nesterov"] else None)
 
     def transform(self, matrices: Tensor, group: dict[str, Any], states: Sequence[dict[str, Tensor]]) -> None:
         """Make the matrices nearly orthogonal, and normalize their rows."""
@@ -127,6 +124,28 @@ class Muon(MatrixOptimizer):
         m, n = min(shape), max(shape)
         runs = runs_of(polynomials(group), shape, group["iterates_on"])
         return sum(2 * m * m * n + (4 * len(run) - 3) * m**3 for run in runs)
+
+
+@compiled_on_gpus
+def write_direction_(
+    buffer: Tensor,
+    grad: Tensor,
+    weight: Tensor | float,
+    skip: Tensor | None,
+    out: Tensor | None,
+    nesterov: Tensor | float | None,
+) -> None:
+    """Update some elements of the momentum, and write their direction to `out`; None for `nesterov` is no Nesterov.
+
+    If the step is to be skipped, `weight` is 0, and the gradient is overwritten by zeros, but not by compiled code.
+    """
+    if skip is not None:
+        grad = grad.masked_fill(skip, 0.0) if is_traced(grad) else grad.masked_fill_(skip, 0.0)
+    buffer.lerp_(grad, weight)
+    if out is not None and nesterov is not None:
+        torch.lerp(grad, buffer, nesterov, out=out)  # rounded to the type of `out` once
+    elif out is not None:
+        out.copy_(buffer)
 
 
 def polynomials(group: Mapping[str, Any]) -> list[Coefficients]:

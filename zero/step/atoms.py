@@ -16,7 +16,9 @@ put together, as a matrix is: derive the optimizer from `MatrixOptimizer`. `dire
 and `transform` gets equal parameters whole on one rank and computes each row by itself. A state with a value for each
 row is a tensor (rows,) in `matrix_state`, as in NorMuon (`normalize_rows_` in zero/optimizers/muon.py). The atom stays
 MATRIX, so the probe, the messages, the update and zero's checkpoints follow. The cost is that of a matrix: all elements
-are sent, parameters must have two dims, and `ZeroOptimizer.state_dict` raises ConfigError.
+are sent, parameters must have two dims, and `ZeroOptimizer.state_dict` raises ConfigError. Parts of tensor ranks are
+joined even if these divide a parameter by rows; with `joins_parts=False` they are not, but then the rows of a parameter
+that is divided by columns are cut. If `matrix_state` is not empty, every replica computes all matrices.
 
 To send only the rows that shards cut would need more: an atom of its own that `matrices_of` and `assign`
 (zero/optimizers/matrices.py) are given together with the layouts, rows that are not joined over the tensor ranks that

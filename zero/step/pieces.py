@@ -39,9 +39,9 @@ class Piece:
 class WholePlace:
     """The place of a piece in the whole parameter, over all tensor ranks: an element has one number in all layouts."""
 
-    param: int
+    param: int | Tensor
     """The number of the parameter, in the order of the groups."""
-    start: int = 0
+    start: int | Tensor = 0
     """The first element, counted in the parameter of this tensor rank, or in the whole one if `num_parts` is 1."""
     run: int = 1
     """The number of elements of this tensor rank between those of others."""
@@ -50,12 +50,11 @@ class WholePlace:
     num_parts: int = 1
     """The number of tensor ranks that divide the parameter."""
 
-    def numbers(self, elements: slice, device: torch.device) -> Tensor:
-        """Return the numbers of some elements of the piece in the whole parameter, of which int32 has the last bits."""
-        first, count = self.start + elements.start, elements.stop - elements.start
+    def numbers(self, count: int, device: torch.device) -> Tensor:
+        """Return the numbers of the first elements in the whole parameter, of which int32 has the last bits."""
         if self.num_parts == 1:
-            return torch.arange(count, dtype=torch.int32, device=device).add_((first + 2**31) % 2**32 - 2**31)
-        own = torch.arange(first, first + count, device=device)
+            return torch.arange(count, dtype=torch.int32, device=device).add_((self.start + 2**31) % 2**32 - 2**31)
+        own = torch.arange(count, device=device).add_(self.start)
         return (own + (own // self.run * (self.num_parts - 1) + self.part) * self.run).to(torch.int32)
 
 

@@ -10,8 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lab.observe import inductor_internals
-from lab.observe.compiled_kernels import CompiledRegion, compiled_region, splice
-from lab.observe.kernel_log import Kernel
+from lab.observe.compiled_kernels import CompiledCalls, CompiledRegion, compiled_region, splice
+from lab.observe.fake_tensors import QuickFakeTensorMode
+from lab.observe.kernel_log import Kernel, KernelLog
+from lab.observe.operation_observer import observe_operations
+from zero.step.compiled import compiled_on_gpus
 
 TOKENS, WIDTH = 8192, 256
 PASS = TOKENS * WIDTH * 4  # bytes
@@ -123,3 +126,27 @@ def test_without_the_private_parts_of_torch_kernels_stay_eager(monkeypatch, capl
     (record,) = (record for record in caplog.records if record.name == "lab.observe.compiled_kernels")
     assert "cannot be counted, so eager ones are" in record.message
     assert "\n" not in record.message
+
+
+@compiled_on_gpus
+def decay_and_add_(x: Tensor, update: Tensor, rate: float, *, factor: float) -> None:
+    x.mul_(factor).add_(update, alpha=rate)
+
+
+def test_a_dry_run_counts_compiled_functions_by_their_elements_and_on_the_host_as_they_are():
+    host: list[Tensor] = []
+    log = KernelLog(lambda: "update", is_on_host=lambda _tensor: False)
+    calls = CompiledCalls(is_on_host=lambda tensor: any(tensor is one for one in host))
+    with QuickFakeTensorMode(), observe_operations(calls), observe_operations(log):
+        small, large = ([torch.empty(numel, dtype=torch.bfloat16), torch.empty(numel)] for numel in (1000, 3000))
+        log.kernels.clear()
+        decay_and_add_(small[1], small[0], 0.5, factor=0.9)
+        assert not log.kernels, "before the recorded step"
+        calls.log = log
+        for update, x in (small, large):
+            decay_and_add_(x, update, 0.5, factor=0.9)
+        assert [(kernel.phase, kernel.num_bytes) for kernel in log.kernels] == [("update", 10_000), ("update", 30_000)]
+        host.append(small[1])
+        log.kernels.clear()
+        decay_and_add_(small[1], small[0], 0.5, factor=0.9)
+        assert [kernel.name for kernel in log.kernels] == ["mul_", "add_"]
