@@ -8,8 +8,8 @@
     publish      bucket by bucket, while the next one is updated: all-gather the updated parameters
 
 Without offload the host waits for the device in `step` only, where it reads the flag of a skipped step if the optimizer
-cannot skip one by itself, and the message of `skip_unused`. With states on the host it also waits for the reduced gradients and the clip coefficient, and under a budget of memory in the
-steps that are recorded.
+cannot skip one by itself, and the message of `skip_unused`. With states on the host it also waits for the reduced
+gradients and the clip coefficient, and under a budget of memory in the steps that are recorded.
 """
 
 import math

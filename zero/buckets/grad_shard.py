@@ -2,9 +2,9 @@
 
 staged       this rank's full gradients: memory of their own for the whole run, or a buffer from a small pool
 message      `staged`, or its cast if gradients are reduced in another type; the sum over ranks replaces a shard of it
-group_shard  this rank's shard of the sum over its group and over micro-batches, times 1/N unless there are groups: a view
-             of `staged` if that persists and the shard is placed on the accelerator, else memory of its own
-owned        the part of it that this rank owns, a view; in the end the sum over micro-batches, a mean over all data ranks
+group_shard  this rank's shard of the sum over its group and micro-batches, times 1/N unless there are groups: a view of
+             `staged` if that persists and the shard is placed on the accelerator, else memory of its own
+owned        the part of it that this rank owns, a view; in the end the mean over all data ranks
 """
 
 from collections.abc import Set
@@ -100,7 +100,7 @@ class Held(Enum):
 
     NOTHING = "no gradient"
     SUM = "the sum of micro-batches, to which the next one is added: times 1/N, or undivided with groups or leaves"
-    MEAN = "the mean of a step, if a further backward begins anew: full gradients persist, or there are groups or leaves"
+    MEAN = "the mean of a step, if a further backward begins anew: with persistent full gradients, groups or leaves"
     SET_ASIDE = "nothing more: the mean of a step was copied, and is added to the next one"
 
 

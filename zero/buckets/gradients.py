@@ -8,15 +8,15 @@
     Reductions         launches and receives; the BufferPool has the memory that does not persist
     Axis               reduce-scatter in the group, and, once a step, a reduction between groups: the sum replaces
                        the shard of the message (sums in fp32 by way of receive buffers)     `message_shard`
-    GradShard          sets, or adds to, the shard, times 1/N (with groups, after their sum only)   `group_shard`, `owned`
+    GradShard          sets, or adds to, the shard, times 1/N (with groups at the end)   `group_shard`, `owned`
     Offload            copies the shard to host memory, if it is placed there
 
 If messages are in fp16, 1/sqrt(N) is applied before the reduction, and the rest after it. What is `owned` then is the
 mean over the data ranks. `ZeroOptimizer.step` adds the tensor ranks' parts to it, of those parameters whose gradients
-are partial along the tensor axis (parallel/tensor/gradient_sums.py), before the norm: a sum, not divided by the number
-of tensor ranks. In two cases a hook adds them
-before `Passes` takes the gradient: if `ZeroOptimizer` has no `tensor` axis, or if `sum_over_ranks` is "leaves".
-The message is what ranks send: the full gradients of a bucket, or their cast to `reduce_dtype`.
+are partial along the tensor axis (parallel/tensor/gradient_sums.py), before the norm; this sum is not divided by the
+number of tensor ranks. In two cases a hook adds them before `Passes` takes the gradient: if `ZeroOptimizer` has no
+`tensor` axis, or if `sum_over_ranks` is "leaves". The message is what ranks send: the full gradients
+of a bucket, or their cast to `reduce_dtype`.
 
 If full gradients persist, every bucket has staging memory of its own for the whole run; the owned shard is a view of it
 (stage 1: 4 + 12/N bytes a parameter), or separate memory if it is on the host. If they are transient, a bucket takes

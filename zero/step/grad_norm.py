@@ -57,7 +57,8 @@ class GradNorm:
     def temporary_bytes(self) -> int:
         """The bytes of a sum and of the norms of some chunks, each by itself, in a stack and squared; all in fp32.
 
-        The sums of all ranks, of which each axis takes 4 bytes a rank, come after them. In blocks: the squares of a chunk in fp64 with their halves; beside them stand 8 bytes for each block.
+        The sums of all ranks, 4 bytes each, come after them. In blocks: the squares of a chunk in fp64 with their
+        halves; beside them stand 8 bytes for each block.
         """
         if self._num_blocks is not None:
             return 8 * 3 * BLOCKS_CHUNK
@@ -114,8 +115,8 @@ class GradNorm:
     def _over_all_ranks(self, squares: Tensor) -> Tensor:
         """Return the norms, given the sums of squares of this rank.
 
-        All ranks add them in the same order. An all-reduce may add in another one in each group of ranks: replicas would
-        clip by coefficients that differ in the last bit, and nothing makes their master weights equal again.
+        All ranks add them in the same order. An all-reduce may add in another one in each group of ranks: replicas
+        would clip by coefficients that differ in the last bit, and nothing makes their master weights equal again.
         """
         for axis in self._axes:
             squares = axis.gather_by_rank(squares).sum(dim=0)

@@ -68,7 +68,7 @@ class Unit:
         return any(not isinstance(reader, Unit) for reader in self._readers)
 
     def start_unshard(self, *, exact: bool = False) -> None:
-        """Launch the all-gathers, if any of its parameters are sharded, without a reader; `exact`: in their own type."""
+        """Launch the all-gathers, if any is needed, without adding a reader; with `exact`, in the parameters' type."""
         if any(flat.is_sharded for flat in self.flats):
             self._launch_gathers(exact)
 
