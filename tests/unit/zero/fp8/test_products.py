@@ -3,12 +3,13 @@
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import zero.fp8
 from parallel.errors import ConfigError
 from zero.fp8.kernels import Device, emulated, launched, refusal, refused_layer
 from zero.fp8.products import ScaledProducts
-from zero.fp8.scaling import LARGEST, RECIPES, SMALLEST_NORMAL, quantize, scaled_weights
+from zero.fp8.scaling import LARGEST, RECIPES, SMALLEST_NORMAL, quantize, scale_of, scaled_weights
 
 H100, B200, L40 = (Device("cuda", capability, 130000) for capability in ((9, 0), (10, 0), (8, 9)))
 CPU = Device("cpu")
@@ -115,6 +116,25 @@ def test_zeros_denormals_and_one_huge_element(recipe, dtype):
         products.outputs(tiny, [weight], [])[0].float(), torch.full((1, 3), 2.0**-130), rtol=1 / 16, atol=0
     )
     assert products.outputs(huge, [weight], [])[0].float().isfinite().all()
+
+
+def test_scales_are_quotients_of_tensors():
+    """By a number, CUDA and compiled code multiply with its reciprocal, and their scales have other bits than a CPU's."""
+    divisors = []
+
+    class Divisions(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function.overloadpacket is torch.ops.aten.div:
+                divisors.append(args[1])
+            return function(*args, **kwargs or {})
+
+    amax = torch.tensor([0.0, 3.0, 1e-40, torch.inf, torch.nan])
+    with Divisions():
+        scales = scale_of(amax)
+    assert [divisor.tolist()[:3] for divisor in divisors] == [[LARGEST["e4m3"]] * 3]
+    assert divisors[0].isnan().tolist() == [False, False, False, True, True], "no compiler takes it for a constant"
+    assert scales[:3].tolist() == [1.0, (amax[1] / 448).item(), SMALLEST_NORMAL]
+    assert scales[3:].isnan().all()
 
 
 @pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan")])
