@@ -119,7 +119,7 @@ def test_zeros_denormals_and_one_huge_element(recipe, dtype):
 
 
 def test_scales_are_quotients_of_tensors():
-    """By a number, CUDA and compiled code multiply with its reciprocal, and their scales have other bits than a CPU's."""
+    """By a number, CUDA and compiled code multiply with its reciprocal: scales would have other bits than a CPU's."""
     divisors = []
 
     class Divisions(TorchDispatchMode):
