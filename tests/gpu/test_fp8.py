@@ -76,3 +76,13 @@ def test_compiled_codes_of_weights_are_those_of_eager_code(gpu):
             found, expected = (function(weight, row, is_weight=True) for function in (compiled, quantize))
             assert found.codes.view(torch.uint8).equal(expected.codes.view(torch.uint8))
             assert found.scales.equal(expected.scales)
+
+
+@pytest.mark.parametrize("recipe", KERNELS, indirect=True)
+def test_a_compiled_product_is_that_of_eager_code_with_padded_scales_too(gpu, recipe):
+    x, weight = (torch.randn(rows, 768, device=gpu, dtype=torch.bfloat16) for rows in (TOKENS, ROWS))
+    a, b = quantize(x, RECIPES[recipe]), quantize(weight, RECIPES[recipe], is_weight=True)
+    found, expected = (
+        function(a, b, torch.bfloat16, use_fast_accum=False) for function in (torch.compile(launched), launched)
+    )
+    assert found.equal(expected)

@@ -89,6 +89,29 @@ def test_torchs_kernel_for_cpus_agrees_with_the_emulation(recipe, num_tokens):
         assert ((found - expected).abs() <= bound(a.values(torch.float32), b.values(torch.float32), dtype)).all()
 
 
+def test_compiled_products_are_those_of_eager_code():
+    x, weight, _ = operands((32, 64, 48))
+    a, b = quantize(x, RECIPES["rowwise"]), quantize(weight, RECIPES["rowwise"], is_weight=True)
+    compiled = torch.compile(launched, backend="aot_eager", fullgraph=True)
+    arguments = a, b, torch.bfloat16
+    assert compiled(*arguments, use_fast_accum=False).equal(launched(*arguments, use_fast_accum=False))
+
+
+def test_inductor_gets_no_product_that_it_replaces_by_a_kernel_that_refuses_padded_scales():
+    """The six scales of 768 columns are padded to eight. CPUs have no kernel for them."""
+    called = []
+
+    def backend(graph, _inputs):
+        called.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return lambda *_: [torch.empty(16, 48, dtype=torch.bfloat16)]
+
+    x, weight, _ = operands((16, 768, 48))
+    a, b = quantize(x, RECIPES["blockwise"]), quantize(weight, RECIPES["blockwise"], is_weight=True)
+    compiled = torch.compile(launched, backend=backend, fullgraph=True)
+    assert compiled(a, b, torch.bfloat16, use_fast_accum=False).shape == (16, 48)
+    assert [name for name in called if "scaled_mm" in name] == ["zero.scaled_mm.default"]
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_each_value_is_within_half_a_step_of_its_code(recipe):
     x, _, _ = operands((70, 200, 1), torch.float32)
