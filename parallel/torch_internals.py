@@ -32,6 +32,8 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
+DIVISION_OPTION = "eager_numerics.division_rounding"  # of inductor; torch 2.11 may not have it
+
 # The dispatch modes that see operations of this thread, the innermost one last. An observer joins a mode that is active
 # already, since each further mode costs more than a fake operation.
 active_dispatch_modes = _get_current_dispatch_mode_stack
@@ -53,6 +55,16 @@ NO_KERNELS = {
 }
 # A dropout takes three kernels on a CPU and one on a GPU: only the one that multiplies is counted.
 FUSED_ON_A_GPU = {"bernoulli_", "div_"}
+
+
+def options_of_exact_division() -> dict[str, Any]:
+    """Return options of torch.compile with which quotients in fp32 have the bits of eager ones on a GPU, if it has any.
+
+    Without them inductor's kernels divide by an approximation that is off by up to two units in the last place.
+    """
+    from torch._inductor import list_options  # here, because it imports torch's compiler
+
+    return {DIVISION_OPTION: True} if DIVISION_OPTION in list_options() else {}
 
 
 def attention_backend(query: Tensor, key: Tensor, dropout: float) -> SDPBackend:

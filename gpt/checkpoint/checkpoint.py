@@ -93,10 +93,10 @@ def load(
     """Load the checkpoint into `state` and return its progress.
 
     The run then continues as it would have without the interruption: bit for bit with the same stage, mesh and buckets,
-    up to rounding with others. The ranks share the verification of all files by checksum. A warning is logged for each
-    of the settings `data`, which determine the order of samples, that has changed. Raises ConfigError if the checkpoint
-    is damaged or holds another model. `load_foreign` loads that of another program, where
-    `samples_before` has its meaning.
+    if all kernels are deterministic, which on a GPU fused attention is not; up to rounding otherwise. The ranks share
+    the verification of all files by checksum. A warning is logged for each of the settings `data`, which determine the
+    order of samples, that has changed. Raises ConfigError if the checkpoint is damaged or holds another model.
+    `load_foreign` loads that of another program, where `samples_before` has its meaning.
     """
     if writer := writer_of(checkpoint):
         return load_foreign(checkpoint, writer, state, samples_before)
