@@ -22,7 +22,7 @@ from torch import Tensor
 
 from parallel.autograd_internals import foreach_copy_
 from parallel.mesh import Axis, Work
-from zero.optimizers.matrices import Assignment, Matrix, Runs
+from zero.optimizers.matrices import Assignment, Matrix, Runs, numbers_by_param, owned_by_all
 from zero.partition.layout import Layout, cut
 from zero.step.assembled_updates import Axes
 from zero.step.pieces import Piece
@@ -99,15 +99,11 @@ class MatrixExchange:
         pieces: Iterable[Piece],
         axes: Axes,
     ):
-        self.matrices, self.assignment, self._layouts = matrices, assignment, list(layouts)
+        self.matrices, self.assignment, self._layouts, self._chosen = matrices, assignment, list(layouts), chosen
         shard, self.by_replica, tensor = axes
         data_rank = self.by_replica.rank * shard.size + shard.rank
         self.stretches: defaultdict[Piece, list[Stretch]] = defaultdict(list)
         self._received: list[tuple[range, range]] = []  # of each stretch (place in parts, in the message)
-        # The numbers of the matrices of each parameter, in ascending order.
-        self.of_param: defaultdict[str, list[int]] = defaultdict(list)
-        for number in sorted(chosen):
-            self.of_param[matrices[number].param].append(number)
         own = sorted((n for n in chosen if assignment.places[n][0] == data_rank), key=lambda n: matrices[n].kind)
         in_parts = self._plan_parts(own, tensor)
         self._plan_stretches(pieces, in_parts, shard)
@@ -138,7 +134,7 @@ class MatrixExchange:
         """Return the number of elements that each data rank sends to other shard ranks, there and back."""
         num_shards = self.by_shard.axis.size
         found = [0] * (num_shards * self.by_replica.size)
-        for owner, number, _, runs in self._owned_by_all({n for numbers in self.of_param.values() for n in numbers}):
+        for owner, number, _, runs in owned_by_all(self.matrices, self._chosen, self._layouts):
             replica, computing = divmod(self.assignment.places[number][0], num_shards)
             if computing != owner:
                 found[replica * num_shards + owner] += runs.numel
@@ -175,29 +171,17 @@ class MatrixExchange:
         in_received = [cut(received, place) for _, place in self._received]
         return [parts[:0], *in_parts], [received[:0], *in_received]
 
-    def _runs(self, name: str, elements: range) -> Iterator[tuple[int, int, Runs]]:
-        """Yield (matrix, first element in it, runs) of all matrices among some elements of a parameter."""
-        for number in self.of_param.get(name, ()):
-            for runs, start in self.matrices[number].runs_in(elements):
-                yield number, start, runs
-
-    def _owned_by_all(self, chosen: Set[int]) -> Iterator[tuple[int, int, int, Runs]]:
-        """Yield (owner, matrix, first element in it, runs) of the stretches of chosen matrices that all ranks own."""
-        for layout in self._layouts:
-            for span in layout.spans:
-                if chosen.isdisjoint(self.of_param.get(span.name, ())):
-                    continue
-                first = span.elements.start
-                for rank, part in layout.shards(span.elements):
-                    for number, start, runs in self._runs(span.name, range(part.start - first, part.stop - first)):
-                        if number in chosen:
-                            yield rank, number, start, runs
-
     def _plan_stretches(self, pieces: Iterable[Piece], in_parts: dict[int, range], axis: Axis) -> None:
         """Plan the first message: the stretches that this rank owns, to the shard ranks that compute their matrices."""
         ranks, replica = self.assignment.places, self.by_replica
-        sent = [(piece, *found) for piece in pieces for found in self._runs(piece.name, piece.in_param)]
-        received = list(self._owned_by_all(in_parts.keys()))
+        of_param = numbers_by_param(self.matrices, self._chosen)
+        sent = [
+            (piece, number, start, runs)
+            for piece in pieces
+            for number in of_param.get(piece.name, ())
+            for runs, start in self.matrices[number].runs_in(piece.in_param)
+        ]
+        received = list(owned_by_all(self.matrices, in_parts.keys(), self._layouts))
         to_ranks = [(ranks[number][0], runs.numel) for _, number, _, runs in sent]
         in_sent, numels = arranged(to_ranks, replica.size * axis.size)
         numels_of_replicas = [numels[first : first + axis.size] for first in range(0, len(numels), axis.size)]
@@ -213,8 +197,7 @@ class MatrixExchange:
         for (_, number, start, runs), place in zip(received, in_received, strict=True):
             first = in_parts[number].start + start
             self._received.append((range(first, first + runs.numel), place))
-        chosen = (number for numbers in self.of_param.values() for number in numbers)
-        of_replica = (number for number in chosen if ranks[number][0] // axis.size == replica.rank)
+        of_replica = (number for number in self._chosen if ranks[number][0] // axis.size == replica.rank)
         total = sum(self.matrices[number].numel for number in of_replica)
         self.by_shard = Message(axis, sent_numels, received_numels, total)
 

@@ -20,7 +20,7 @@ from parallel.memory_kinds import TensorKind, allocating
 from zero.buckets.bucket import Bucket
 from zero.memory.placement import Offload, Placement
 from zero.optimizers.exchange import MatrixExchange, join, take_apart
-from zero.optimizers.matrices import Assignment, Matrix, assign
+from zero.optimizers.matrices import Assignment, Matrix, assign, near_owners
 from zero.optimizers.matrix_method import WholeMatrixMethod
 from zero.optimizers.owned_matrices import OwnedMatrices
 from zero.partition.layout import cut
@@ -123,7 +123,8 @@ class MatrixUpdates(OwnedMatrices):
         # replicas are as long as the longest one: with fewer matrices than ranks they would be mostly padding.
         is_divided = not inner.matrix_state_bytes((1, 1)) and len(self.matrices) >= shard.size * replica.size
         divided = replica if is_divided else replica.without_peers()
-        self.assignment = assign(self.matrices, self.flops_of, shard.size * divided.size, self.tensor.size)
+        even = assign(self.matrices, self.flops_of, shard.size * divided.size, self.tensor.size)
+        self.assignment = near_owners(even, self.matrices, self.flops_of, self.layouts, shard.size)
         own = [piece for of_bucket in self.pieces.values() for piece in of_bucket]
         divided_axes = shard, divided, self.tensor
         self._rounds = [
