@@ -171,7 +171,7 @@ class RankState:
                         out = bucket.owned_part(bucket.master, part)
                         saved.read(span.name, MASTER, elements, out=out, tensor=tensor)
         if optimizer is not None:
-            saved.load_by_name(optimizer.matrices.states())
+            saved.load_by_name(optimizer.matrices.states(), self.model.shard_axis.rank, self.mesh.tensor.rank)
             optimizer.matrices.take_loaded()
 
     def number_of_own(self, saved: SavedState) -> int:
