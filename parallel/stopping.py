@@ -4,8 +4,10 @@ A thread of each rank polls the launcher's store, so that the ranks agree withou
 device:
 
     1. A rank that receives a signal sets "stop/asked".
-    2. Every rank that reads it reports its present step, and begins no later step before the last one is known.
+    2. Every rank that reads it reports how many steps it has begun, and begins no other one before the last is known.
     3. The last step is the highest one reported: no rank is beyond it, and every rank can still reach it.
+
+Steps are counted by their begins, which are as many on all ranks: a run that rolls back repeats numbers of steps.
 """
 
 import os
@@ -47,7 +49,7 @@ class Stopping:
         self._on_abort, self._clock = on_abort, clock
         self._store, self._rank, self._size = store, rank, size
         self._changed = threading.Condition()
-        self._begun = 0
+        self._step = self._num_begun = 0
         self._reported_at: float | None = None
         self._last: int | None = None
 
@@ -58,10 +60,11 @@ class Stopping:
             # beyond the last.
             if self._reported_at is not None:
                 self._changed.wait_for(lambda: self._last is not None)
-            if self._last is not None and step > self._last:
+            if self._last is not None and self._num_begun >= self._last:
                 return False
             # Written under the lock that `agree` takes before it reports this number: no step can begin in between.
-            self._begun = max(self._begun, step)
+            self._num_begun += 1
+            self._step = step
             return True
 
     def request(self) -> None:
@@ -115,7 +118,7 @@ class Stopping:
     def _abort(self) -> None:
         """End this process from the polling thread: the main thread may never return from its collective."""
         reason = (
-            f"rank {self._rank} was asked to stop in step {self._begun}, and not all {self._size} ranks "
+            f"rank {self._rank} was asked to stop in step {self._step}, and not all {self._size} ranks "
             f"have answered within {AGREEMENT_SECONDS:g} s: one of them, or the launcher, has ended"
         )
         # The line is printed before `on_abort`, which may take long or fail, and both before the process ends.
@@ -133,7 +136,7 @@ class Stopping:
             # rank is counted, so that the rank that completes the count finds the steps of all.
             with self._changed:
                 self._reported_at = self._clock()
-            self._store.set(f"stop/step/{self._rank}", str(self._begun))
+            self._store.set(f"stop/step/{self._rank}", str(self._num_begun))
             if self._store.add("stop/num_reports", 1) == self._size:
                 steps = [int(self._store.get(f"stop/step/{rank}")) for rank in range(self._size)]
                 self._store.set("stop/last", str(max(steps)))

@@ -56,6 +56,17 @@ def test_all_ranks_stop_after_the_same_step():
     assert begun[0] >= 20
 
 
+def test_ranks_that_have_rolled_back_stop_after_the_step_that_they_have_begun():
+    stops = [Stopping(store, rank, 2) for store in [dist.HashStore()] for rank in range(2)]
+    for step in (8, 9, 10, 3):  # the run goes on behind the checkpoint of step 2
+        assert all([stop.may_begin(step) for stop in stops])
+    assert stops[0].may_begin(4)
+    stops[0].request()
+    for stop in (*stops, *stops):
+        stop.agree()
+    assert [stops[1].may_begin(4), *(stop.may_begin(5) for stop in stops)] == [True, False, False]
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_asks_to_stop_and_its_handler_is_restored_after_the_block(number):
     before, threads, files = signal.getsignal(number), set(threading.enumerate()), os.listdir("/proc/self/fd")
