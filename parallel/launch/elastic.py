@@ -118,14 +118,14 @@ class Ranks:
 class Signals:
     """The signals of this agent, which are passed on to the ranks later: one may come while ranks are being started.
 
-    Of SIGTERM and SIGINT the first lets the ranks save and end, and the second kills them. After a scheduler's warnings
-    they save and end too, and the job ends well.
+    Of SIGTERM, SIGINT and SIGHUP the first lets the ranks save and end, and the second kills them. After a scheduler's
+    warnings they save and end too, and the job ends well.
     """
 
     def __init__(self) -> None:
         self.received: list[int] = []
         self._due: list[int] = []  # for the ranks
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._receive)
         take_warnings(lambda number, _frame: self._due.append(number))
@@ -163,12 +163,16 @@ class Agent:
         self._said = ""
 
     def run(self) -> int:
-        while self._own.state != "ended":
-            if self._own.state == "waiting":
-                self._wait()
-            else:
-                self._watch()
-            time.sleep(POLL_SECONDS)
+        try:
+            while self._own.state != "ended":
+                if self._own.state == "waiting":
+                    self._wait()
+                else:
+                    self._watch()
+                time.sleep(POLL_SECONDS)
+        except BaseException:
+            self._ranks.kill()  # they are in sessions of their own, and would go on without an agent
+            raise
         # The record is served until the other nodes have read it, and have ended too.
         while self._peers.seconds() < END_SECONDS and any(
             record is not None and record.state != "ended" for record in self._peers.read(self._options.nodes).values()
@@ -287,8 +291,9 @@ class Agent:
 
     def _say(self, line: str) -> None:
         if line != self._said:
-            sys.stderr.write(f"launch: {self._own.node}: {line}\n")
-            sys.stderr.flush()
+            with suppress(OSError):  # such as of a terminal that was closed
+                sys.stderr.write(f"launch: {self._own.node}: {line}\n")
+                sys.stderr.flush()
         self._said = line
 
 

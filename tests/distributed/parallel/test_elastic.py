@@ -6,8 +6,11 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -33,14 +36,15 @@ while True:
 
 
 def run_agent(words: list[str]) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may have been started by nohup
     elastic.main(words, lambda arguments, _: Job(settings=tuple(arguments)), lambda *_: None)
 
 
 class Nodes:
     """Nodes of one rank each, and what their ranks have noted."""
 
-    def __init__(self, folder: Path, num_nodes: int, *options: str):
-        self.folder = folder
+    def __init__(self, folder: Path, num_nodes: int, *options: str, agent: Callable[[list[str]], None] = run_agent):
+        self.folder, self.run_agent = folder, agent
         (folder / "rank.py").write_text(RANK)
         self.names = [f"127.0.0.1:{port}" for port in free_pairs_of_ports(num_nodes)]
         # Without comparison of the nodes: on a busy machine the rates of their disks differ.
@@ -51,7 +55,7 @@ class Nodes:
     def start(self, number: int) -> BaseProcess:
         own = [*self._options, "--node", self.names[number], "--"]
         program = [str(self.folder / "rank.py"), str(self.folder), *self.rank_words]
-        return start_forked(self.folder / f"agent-{number}.txt", run_agent, [*own, *program])
+        return start_forked(self.folder / f"agent-{number}.txt", self.run_agent, [*own, *program])
 
     def lose(self, number: int) -> None:
         """Kill the agent first, and then its ranks."""
@@ -98,8 +102,8 @@ def make_nodes() -> Iterator[Callable[..., Nodes]]:
     made: list[Nodes] = []
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
 
-        def make(num_nodes: int, *options: str) -> Nodes:
-            made.append(Nodes(Path(folder), num_nodes, *options))
+        def make(num_nodes: int, *options: str, **settings: Any) -> Nodes:
+            made.append(Nodes(Path(folder), num_nodes, *options, **settings))
             return made[-1]
 
         yield make
@@ -156,8 +160,24 @@ def test_ranks_that_fail_again_end_the_job_with_their_code(make_nodes):
     assert nodes.sizes(3) == []
 
 
-def test_a_signal_to_one_agent_lets_all_ranks_of_its_node_end(make_nodes):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_one_agent_lets_all_ranks_of_its_node_end(make_nodes, number):
     nodes = make_nodes(1)
     nodes.wait_for(1, 1)
-    nodes.agents[0].terminate()
-    assert nodes.codes() == [128 + signal.SIGTERM]
+    os.kill(nodes.agents[0].pid, number)
+    assert nodes.codes() == [128 + number]
+
+
+def run_agent_that_fails(error: Path, words: list[str]) -> None:
+    """Raise in the agent when a file is there."""
+    with mock.patch.object(elastic, "is_broken", lambda *_: error.exists() and 1 / 0):
+        run_agent(words)
+
+
+def test_an_agent_that_fails_leaves_no_ranks(make_nodes, tmp_path):
+    nodes = make_nodes(1, agent=partial(run_agent_that_fails, tmp_path / "error"))
+    nodes.wait_for(1, 1)
+    started = [Path(f"/proc/{process}") for process in descendants(nodes.agents[0].pid)]
+    (tmp_path / "error").touch()
+    assert nodes.codes() == [1]
+    assert [process.exists() for process in started] == [False]
