@@ -60,10 +60,20 @@ class Ranks:
         self._num_ranks, self._command, self._logs = num_ranks, [sys.executable, *words], logs
         self._processes: list[subprocess.Popen[bytes]] = []
         self._log_writers: list[subprocess.Popen[bytes]] = []
+        self._held: list[int] | None = None  # signals that come while ranks are being started: some would miss them
+        self._are_asked = False
 
     def start(self, start: Record, store: tuple[str, int]) -> None:
         """Start the ranks, which meet in a store. Those of the start before have been killed."""
-        self._processes, self._log_writers = [], []
+        self._processes, self._log_writers, self._held, self._are_asked = [], [], [], False
+        try:
+            self._start(start, store)
+        finally:
+            held, self._held = self._held, None
+        for number in held:
+            self.send(number)
+
+    def _start(self, start: Record, store: tuple[str, int]) -> None:
         first_rank = list(start.members).index(start.node) * self._num_ranks
         for local_rank in range(self._num_ranks):
             variables = {
@@ -102,7 +112,17 @@ class Ranks:
         return None if None in codes else 0
 
     def send(self, number: int) -> None:
-        """Send a signal to the ranks; SIGKILL to the processes that they have started, too."""
+        """Send a signal to the ranks; SIGKILL to the processes that they have started, too. May be called in a handler.
+
+        Of those that ask them to stop only the first is sent: at a second one, later, a rank ends without saving.
+        """
+        if self._held is not None:
+            self._held.append(number)
+            return
+        if number != signal.SIGKILL:
+            if self._are_asked:
+                return
+            self._are_asked = True
         for process in self._processes:
             if process.poll() is None:
                 with suppress(ProcessLookupError):
@@ -116,27 +136,24 @@ class Ranks:
 
 
 class Signals:
-    """The signals of this agent, which are passed on to the ranks later: one may come while ranks are being started.
+    """The signals of this agent, which are passed on at once: the ranks may have received them too, and count them.
 
-    Of SIGTERM, SIGINT and SIGHUP the first lets the ranks save and end, and the second kills them. After a scheduler's
-    warnings they save and end too, and the job ends well.
+    Of SIGTERM, SIGINT and SIGHUP the first lets the ranks save and end, and the second kills them, unless it is SIGHUP,
+    of which a terminal that is closed sends two. After a scheduler's warnings they save and end too, and the job ends
+    well.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: Ranks) -> None:
         self.received: list[int] = []
-        self._due: list[int] = []  # for the ranks
+        self._ranks = ranks
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._receive)
-        take_warnings(lambda number, _frame: self._due.append(number))
+        take_warnings(lambda number, _frame: ranks.send(number))
 
     def _receive(self, number: int, _frame: object) -> None:
-        self._due.append(signal.SIGKILL if self.received else signal.SIGTERM)
+        self._ranks.send(signal.SIGKILL if self.received and number != signal.SIGHUP else signal.SIGTERM)
         self.received.append(number)
-
-    def pass_on(self, ranks: Ranks) -> None:
-        while self._due:
-            ranks.send(self._due.pop(0))
 
 
 class Agent:
@@ -159,7 +176,7 @@ class Agent:
             port = addresses[options.node][1]
             raise ConfigError(f"{options.node}: port {port} or {port + 1} cannot be served: {error}") from error
         self._ranks = Ranks(options.num_ranks, words, options.logs)
-        self._signals = Signals()
+        self._signals = Signals(self._ranks)
         self._said = ""
 
     def run(self) -> int:
@@ -245,7 +262,6 @@ class Agent:
 
     def _watch(self) -> None:
         """Follow the ranks of this node and the records of the others."""
-        self._signals.pass_on(self._ranks)
         # Read first: the ranks of other nodes end a moment after the failure that ends these.
         code, own = self._ranks.code(), self._own
         found = self._peers.read(self._options.nodes if own.leads else [own.leader])

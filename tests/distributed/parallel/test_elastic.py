@@ -160,6 +160,81 @@ def test_ranks_that_fail_again_end_the_job_with_their_code(make_nodes):
     assert nodes.sizes(3) == []
 
 
+HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+
+
+@pytest.fixture
+def signals_to(tmp_path: Path) -> Iterator[tuple[elastic.Ranks, Path]]:
+    """Ranks that get this process's signals, and write those that they have received to a file each."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in HANDLED}
+    (tmp_path / "rank.py").write_text(NOTING)
+    ranks = elastic.Ranks(2, [str(tmp_path / "rank.py"), str(tmp_path)], None)
+    elastic.Signals(ranks)
+    try:
+        yield ranks, tmp_path
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        ranks.kill()
+
+
+NOTING = """
+import os, pathlib, signal, sys, time
+note = pathlib.Path(sys.argv[1], os.environ["RANK"]).open("a", buffering=1)
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, lambda number, _: print(number, file=note))
+print("ready", file=note)
+while True:
+    time.sleep(1)
+"""
+
+
+def wait_for_notes(folder: Path, *notes: str) -> None:
+    deadline = time.monotonic() + HANG_SECONDS
+    while [(folder / rank).read_text().split() if (folder / rank).exists() else [] for rank in "01"] != [[*notes]] * 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_signals_reach_the_ranks_in_the_handler_and_only_one_asks_them_to_stop(signals_to):
+    ranks, folder = signals_to
+    ranks.start(Record("a", "a1", members={"a": "a1"}), ("127.0.0.1", 1))
+    wait_for_notes(folder, "ready")
+    with (
+        mock.patch.object(ranks, "send", wraps=ranks.send) as send,
+        mock.patch.object(os, "kill", wraps=os.kill) as kill,
+    ):
+        os.kill(os.getpid(), signal.SIGTERM)
+        wait_for_notes(folder, "ready", str(int(signal.SIGTERM)))
+        ranks.send(signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGHUP)
+        os.kill(os.getpid(), signal.SIGINT)
+    sent = [call.args[0] for call in send.call_args_list]
+    assert sent == [signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM, signal.SIGKILL]
+    assert [call.args[1] for call in kill.call_args_list if call.args[0] != os.getpid()] == [signal.SIGTERM] * 2
+    deadline = time.monotonic() + HANG_SECONDS
+    while ranks.code() != 128 + signal.SIGKILL:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    wait_for_notes(folder, "ready", str(int(signal.SIGTERM)))
+
+
+def test_a_signal_that_comes_while_ranks_are_started_reaches_those_that_follow(signals_to):
+    ranks, _ = signals_to
+    popen = elastic.subprocess.Popen
+
+    def start_one(*words: Any, **settings: Any) -> Any:
+        started.append(popen(*words, **settings))
+        if len(started) == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return started[-1]
+
+    started: list[Any] = []
+    with mock.patch.object(elastic.subprocess, "Popen", start_one):
+        ranks.start(Record("a", "a1", members={"a": "a1"}), ("127.0.0.1", 1))
+    assert [process.wait(HANG_SECONDS) for process in started] == [-signal.SIGTERM] * 2
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_to_one_agent_lets_all_ranks_of_its_node_end(make_nodes, number):
     nodes = make_nodes(1)
@@ -170,7 +245,7 @@ def test_a_signal_to_one_agent_lets_all_ranks_of_its_node_end(make_nodes, number
 
 def run_agent_that_fails(error: Path, words: list[str]) -> None:
     """Raise in the agent when a file is there."""
-    with mock.patch.object(elastic, "is_broken", lambda *_: error.exists() and 1 / 0):
+    with mock.patch.object(elastic, "is_broken", side_effect=lambda *_: error.exists() and 1 / 0):
         run_agent(words)
 
 
