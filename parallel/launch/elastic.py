@@ -47,6 +47,7 @@ from parallel.world import EXIT_USER_ERROR, LAUNCH_VARIABLE
 POLL_SECONDS = 0.25
 JOIN_SECONDS = 30.0  # in which a member must begin a start that the leader has published
 END_SECONDS = 10.0  # for which an ended agent tells the others, at most
+KILL_SECONDS = 60.0  # for killed ranks, which a driver or a file server may hold for ever
 STOP_SECONDS = 600.0  # for ranks that were asked to stop, for their last checkpoint
 
 # (the program's arguments, nodes, ranks of a node) -> why the program cannot run on so many; None if it can
@@ -129,10 +130,14 @@ class Ranks:
                     (os.killpg if number == signal.SIGKILL else os.kill)(process.pid, number)
 
     def kill(self) -> None:
-        """Kill the ranks and wait for their ends: the next ones need their memory and their ports."""
+        """Kill the ranks and wait for their ends: the next ones need their memory and their ports.
+
+        Raises TimeoutExpired if they, or what writes to their logs, do not end.
+        """
         self.send(signal.SIGKILL)
+        until = time.monotonic() + KILL_SECONDS
         for process in (*self._processes, *self._log_writers):
-            process.wait()
+            process.wait(max(0.0, until - time.monotonic()))
 
 
 class Signals:
@@ -187,6 +192,10 @@ class Agent:
                 else:
                     self._watch()
                 time.sleep(POLL_SECONDS)
+        except subprocess.TimeoutExpired:
+            # The record ends with this agent: the other nodes go on without this one, instead of waiting for it.
+            self._say(f"the ranks have been killed and do not end within {KILL_SECONDS:g} s; this node is given up")
+            return watchdog.EXIT_CODE
         except BaseException:
             self._ranks.kill()  # they are in sessions of their own, and would go on without an agent
             raise

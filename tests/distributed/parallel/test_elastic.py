@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 
 from lab.acceptance.child import descendants, kill_all
+from parallel import watchdog
 from parallel.launch import elastic
 from parallel.launch.membership import Record
 from parallel.launch.node_facts import Job
@@ -22,7 +23,7 @@ from tests.programs import HANG_SECONDS, start_forked, wait_for_end
 
 # Notes its start in a folder, and ends when a file tells it: with the code that stands there, or 0 if it is asked to.
 RANK = """
-import os, pathlib, signal, sys, time
+import os, pathlib, signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 folder, name = pathlib.Path(sys.argv[1]), os.environ["ZERO_START_OF_LAUNCH"].split()[1] + "-" + os.environ["RANK"]
 (folder / f"{name}.tmp").write_text(f"{os.environ['WORLD_SIZE']} {os.environ['MASTER_PORT']}")
@@ -31,6 +32,10 @@ while True:
     for end in (folder / "end", folder / f"end-{name}", folder / f"end-rank-{os.environ['RANK']}"):
         if end.exists():
             sys.exit(int(end.read_text() or 0))
+    if (folder / f"hold-{name}").exists():  # what the rank started goes on, and holds its log
+        command = ["sh", "-c", 'while [ -e "$0" ]; do sleep 0.1; done', str(folder)]
+        subprocess.Popen(command, start_new_session=True)
+        (folder / f"hold-{name}").unlink()
     time.sleep(0.02)
 """
 
@@ -247,6 +252,28 @@ def run_agent_that_fails(error: Path, words: list[str]) -> None:
     """Raise in the agent when a file is there."""
     with mock.patch.object(elastic, "is_broken", side_effect=lambda *_: error.exists() and 1 / 0):
         run_agent(words)
+
+
+def run_agent_of_ranks_that_do_not_end(words: list[str]) -> None:
+    nodes, node = (words[words.index(option) + 1] for option in ("--nodes", "--node"))
+    seconds = 0.5 if nodes.endswith(node) else elastic.KILL_SECONDS
+    with mock.patch.object(elastic, "KILL_SECONDS", seconds):
+        run_agent(words)
+
+
+def test_a_node_whose_ranks_do_not_end_when_they_are_killed_ends_and_the_others_go_on(make_nodes, tmp_path):
+    nodes = make_nodes(2, f"--logs={tmp_path}", agent=run_agent_of_ranks_that_do_not_end)
+    nodes.wait_for(1, 2)
+    (nodes.folder / "hold-1-1").touch()
+    deadline = time.monotonic() + HANG_SECONDS
+    while (nodes.folder / "hold-1-1").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    (nodes.folder / "end-1-1").write_text("1")
+    assert wait_for_end(nodes.agents.pop(1)) == watchdog.EXIT_CODE
+    nodes.wait_for(2, 1)
+    (nodes.folder / "end").touch()
+    assert nodes.codes() == [0]
 
 
 def test_an_agent_that_fails_leaves_no_ranks(make_nodes, tmp_path):
