@@ -281,7 +281,7 @@ class Agent:
             self._end(next(iter(codes), code))
         elif code:
             self._stop(f"ranks have failed here with exit code {code}", code)
-        elif is_broken(own, found, self._peers.seconds() < JOIN_SECONDS):
+        elif is_broken(own, found, self._peers.seconds() < JOIN_SECONDS, self._peers.seconds() < STOP_SECONDS):
             self._stop("another node was lost, or its ranks have failed", None)
         elif code == 0:
             self._finish(members)
@@ -291,14 +291,14 @@ class Agent:
     def _stop(self, reason: str, code: int | None) -> None:
         self._say(f"start {self._own.start} ends: {reason}")
         self._ranks.kill()
-        self._peers.become(state="waiting", code=code)
+        self._peers.become(state="waiting", code=0 if self._own.state == "regrouping" else code)
 
     def _finish(self, members: Sequence[Record]) -> None:
         """Wait for the ranks of the other nodes; the leader then ends the job, or it goes on to the next start."""
         own, states = self._own, {record.state for record in members}
-        if "regrouping" in states and not self._signals.received:
+        if own.state == "regrouping" or ("regrouping" in states and not self._signals.received):
             if not own.leads or "running" not in states:
-                self._peers.become(state="waiting")
+                self._peers.become(state="waiting", code=0)
         elif own.state == "running":
             self._peers.become(state="done")
         elif states <= {"done", "ended"} if own.leads else states == {"ended"}:

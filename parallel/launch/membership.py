@@ -39,7 +39,8 @@ class Record:
 
     `incarnation` differs after a restart of the agent. `start` and `members` ({node: incarnation}, in the order of
     their ranks) are those of the newest start in which it took part. `code`: the exit code of its ranks in that start,
-    if they have failed, or the job's if it has ended. `failures`: by node, the starts that it has broken.
+    if they have failed, 0 if they were asked to end in a regroup, or the job's if it has ended. `failures`: by node,
+    the starts that it has broken.
     """
 
     node: str
@@ -77,17 +78,24 @@ class Limits:
     fits: Callable[[int], bool] = lambda num_nodes: True
 
 
-def is_broken(own: Record, found: Found, may_still_join: bool) -> bool:
-    """Return True if the start in which this node takes part cannot go on. Reads only the leader unless it leads."""
+def is_broken(own: Record, found: Found, may_still_join: bool, may_still_end: bool = False) -> bool:
+    """Return True if the start in which this node takes part cannot go on. Reads only the leader unless it leads.
+
+    In a regroup nodes wait as soon as their ranks have ended: while `may_still_end`, this breaks no start.
+    """
+
+    def waits(other: Record) -> bool:
+        return other.state == "waiting" and not (own.state == "regrouping" and may_still_end)
+
     if not own.leads:
         leader = found[own.leader]
-        return leader is None or not own.has_member(leader) or leader.start != own.start or leader.state == "waiting"
+        return leader is None or not own.has_member(leader) or leader.start != own.start or waits(leader)
     others = [found[node] for node in own.members if node != own.node]
     return any(
         other is None
         or not own.has_member(other)
         or other.start > own.start
-        or (other.state == "waiting" if other.start == own.start else not may_still_join)
+        or (waits(other) if other.start == own.start else not may_still_join)
         for other in others
     )
 
@@ -154,7 +162,8 @@ def _account(last: Record, found: Found) -> tuple[dict[str, int], int]:
     The failures are those of the nodes that were lost, and of those whose ranks failed first: ranks that end because
     others were lost say so by their exit code. NCCL's watchdog aborts such ranks, and also a rank whose own GPU has
     failed: a node with that code is to blame only if there is no other reason, and no other such node. If no node was
-    lost, the failure of ranks counts as a restart.
+    lost, the failure of ranks counts as a restart. In a regroup only lost nodes count: ranks that still start up are
+    ended by the signal that asks them to.
     """
     lost, codes = [], {}
     for node in last.members:
@@ -163,6 +172,8 @@ def _account(last: Record, found: Found) -> tuple[dict[str, int], int]:
             lost.append(node)
         elif record.start == last.start and record.code is not None:
             codes[node] = record.code
+    if 0 in codes.values():
+        codes = {}
     aborted = [node for node, code in codes.items() if code == ABORTED]
     at_fault = [*lost, *(node for node, code in codes.items() if code not in (ABORTED, watchdog.EXIT_CODE))]
     failures = dict(last.failures)

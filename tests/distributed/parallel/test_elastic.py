@@ -21,11 +21,13 @@ from parallel.launch.membership import Record
 from parallel.launch.node_facts import Job
 from tests.programs import HANG_SECONDS, start_forked, wait_for_end
 
-# Notes its start in a folder, and ends when a file tells it: with the code that stands there, or 0 if it is asked to.
+# Notes its start in a folder, and ends when a file tells it: with the code that stands there. If it is asked to end, it
+# does so with 0, or by the signal if it still starts up.
 RANK = """
 import os, pathlib, signal, subprocess, sys, time
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 folder, name = pathlib.Path(sys.argv[1]), os.environ["ZERO_START_OF_LAUNCH"].split()[1] + "-" + os.environ["RANK"]
+if not (folder / f"starts-up-{name}").exists():
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 (folder / f"{name}.tmp").write_text(f"{os.environ['WORLD_SIZE']} {os.environ['MASTER_PORT']}")
 (folder / f"{name}.tmp").rename(folder / name)
 while True:
@@ -118,9 +120,12 @@ def make_nodes() -> Iterator[Callable[..., Nodes]]:
                     kill_all([*descendants(agent.pid), agent.pid])
 
 
-def test_the_loss_of_the_leader_costs_a_start_and_its_return_adds_it_again(make_nodes):
-    nodes = make_nodes(3, "--grow_after=0")
+@pytest.mark.parametrize("starts_up", ["", "0", "1"], ids=["", "the leader's rank", "the other rank"])
+def test_the_loss_of_the_leader_costs_a_start_and_its_return_adds_it_again(make_nodes, starts_up):
+    nodes = make_nodes(3, "--grow_after=0", "--max_restarts=0")
     nodes.wait_for(1, 3)
+    if starts_up:
+        (nodes.folder / f"starts-up-2-{starts_up}").touch()
     nodes.lose(0)
     nodes.wait_for(2, 2)
     nodes.agents[0] = nodes.start(0)

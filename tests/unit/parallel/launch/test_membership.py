@@ -97,6 +97,24 @@ def test_a_node_whose_ranks_nccl_has_aborted_failed_first_only_if_nothing_else_d
     assert (start.failures, start.num_restarts) == (failures, None not in codes.values())
 
 
+def test_a_regroup_goes_on_while_nodes_wait_for_the_ranks_of_others_to_end():
+    found = of_start(1, A, B, C, state="regrouping")
+    for own, waiting in (("a", "b"), ("b", "a")):
+        seen = found | {waiting: replace(found[waiting], state="waiting")}
+        assert not is_broken(found[own], seen, may_still_join=False, may_still_end=True)
+        assert is_broken(found[own], seen, may_still_join=False, may_still_end=False)
+        assert is_broken(RUNNING[own], seen, may_still_join=False, may_still_end=True)
+        assert is_broken(found[own], seen | {waiting: None}, may_still_join=False, may_still_end=True)
+
+
+def test_codes_of_ranks_that_were_asked_to_end_in_a_regroup_do_not_count_and_lost_nodes_do():
+    found = STOPPED | {"a": replace(STOPPED["a"], code=0), "b": replace(STOPPED["b"], code=143)}
+    for lost, failures in (({}, {}), ({"c": None}, {"c": 1})):
+        start = next_start(found["a"], found | lost, LIMITS, is_patient=False)
+        assert isinstance(start, Record)
+        assert (start.failures, start.num_restarts) == (failures, 0)
+
+
 def test_the_most_nodes_to_which_the_settings_fit_take_part_and_spares_wait():
     even = replace(LIMITS, fits=lambda number: number in (1, 2))
     assert led_by(A, {"a": A, "b": B, "c": C}, even) == ["a", "b"]
