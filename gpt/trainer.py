@@ -129,14 +129,20 @@ class Trainer:
                 if record:
                     self._records.append(record)
                     skipped_in_a_row.check(record["step"], record["skipped_steps"])
-                    if roll_backs.is_due(record["step"]):
-                        self._progress = self._recovery.roll_back(self._progress)
-                        self._records.roll_back(self._progress.step)
-                        return False
+                # Before a save: a roll-back goes to the newest checkpoint, which has to be older than the bad loss.
+                if (record or self._saves_now()) and roll_backs.is_due(self._progress.step):
+                    self._progress = self._recovery.roll_back(self._progress)
+                    self._records.roll_back(self._progress.step)
+                    return False
                 self._check_and_save()
                 if timers := self._profiler.end(self._progress.step):
                     self._console.show(timer_table(timers))
                     self._console.say("\n".join(straggler_lines(timers, self._nodes)) or "no stragglers")
+
+    def _saves_now(self) -> bool:
+        """Return True if a checkpoint or a snapshot is due after this step."""
+        saves = self._settings.checkpoint
+        return any(every and self._is_due(every) for every in (saves.every, saves.snapshot_every))
 
     def _check_and_save(self) -> None:
         """Compare replicas and save a checkpoint, if either is due after this step."""

@@ -1,7 +1,7 @@
 """Detection of bad losses: those that are not finite, and those far above the ones before them.
 
 A step with a bad loss updates nothing, and `guard.policy` says whether the run then goes on, stops or rolls back. Every
-loss is judged on the device; the host reads only the number of bad losses, and only at logged steps.
+loss is judged on the device; the host reads only the number of bad losses, and only at steps that are logged or saved.
 """
 
 import torch
@@ -91,7 +91,7 @@ class SkippedInARow:
 
 
 class RollBacks:
-    """A decision at each logged step: the run rolls back if losses have become bad, or ends if the settings say so."""
+    """A decision at each step that is logged or saved: the run rolls back, or ends, if losses have become bad."""
 
     def __init__(self, settings: GuardSettings, guard: LossGuard | None):
         self._settings, self._guard = settings, guard

@@ -288,6 +288,13 @@ def test_a_run_rolls_back_and_leaves_the_samples_of_a_bad_loss_out(corpus, tmp_p
     assert found[5]["skipped_steps"] == 0
 
 
+def test_a_run_rolls_back_before_it_saves_a_checkpoint_after_a_bad_loss(corpus, tmp_path, capsys):
+    settings = {"guard__policy": "roll_back", "checkpoint__every": 2, "train__log_every": 10} | PLAIN
+    guarded(corpus, tmp_path / "run", [3], **settings)
+    said = "".join(capsys.readouterr().out.split())
+    assert f"rolledbackfromstep4to{tmp_path}/run/checkpoints/step-00000002;" in said
+
+
 def test_too_many_bad_losses_in_a_row_end_the_run(corpus, tmp_path):
     with pytest.raises(ConfigError, match=r"the last 3 steps, up to step 5, updated nothing.*max_skipped_steps=3"):
         guarded(corpus, tmp_path / "run", [1, 3, 4, 5], guard__spike_factor=5, guard__max_skipped_steps=3)
