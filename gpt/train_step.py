@@ -75,10 +75,12 @@ def evaluate(
 ) -> float:
     """Return the mean loss over the counted tokens of all ranks, each of which has as many micro-batches."""
     losses, counts = [], []
-    with evaluation(model), mesh.log.during("evaluation"):
+    with evaluation(model):
         for batch in micro_batches:
-            losses.append(loss_of(model, batch, mesh))
-            counts.append(num_counted(batch, mesh))
+            with mesh.log.during("evaluation"):  # a phase each, which the watchdog takes for progress
+                losses.append(loss_of(model, batch, mesh))
+                counts.append(num_counted(batch, mesh))
+    with mesh.log.during("evaluation"):
         shares = shares_of_tokens(counts, mesh, loss_dtype(model))
         parts = [loss if share is None else loss * share for loss, share in zip(losses, shares, strict=True)]
         values = torch.stack(parts)

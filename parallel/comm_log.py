@@ -99,7 +99,7 @@ class CommLog:
     def __init__(self, keeps_events: bool = False, clock: Callable[[], float] = time.perf_counter):
         self.keeps_events, self.clock = keeps_events, clock
         self.on_phase: Callable[[str], AbstractContextManager[object]] = nullcontext
-        self.phase = "setup"
+        self.phase, self.num_phases = "setup", 0
         self.num_recorded = 0
         self.newest: deque[CommEvent] = deque(maxlen=NUM_NEWEST)
         self._is_on_gpu = False
@@ -122,6 +122,7 @@ class CommLog:
     def during(self, phase: str) -> Iterator[None]:
         """Assign the collectives of this block to a phase, a part of the step."""
         outer, self.phase = self.phase, phase
+        self.num_phases += 1
         try:
             with self.on_phase(phase):
                 yield

@@ -55,13 +55,17 @@ class Verdict:
 
 
 class Heart:
-    """The progress of one rank, its collectives and calls of `beat`, which `write` publishes as a heartbeat."""
+    """The progress of one rank, which `write` publishes as a heartbeat: its collectives, phases and calls of `beat`.
+
+    Phases count because stages 0 and 1 have no collective between the micro-batches of a step or of an evaluation. A
+    host that begins one may be ahead of its device, but only by as much as CUDA queues.
+    """
 
     def __init__(self, store: dist.Store, rank: int, log: CommLog, clock: Callable[[], float]):
         self.store, self.rank, self.clock, self._log = store, rank, clock, log
         self._found = CommProgress(0, 0, 0, None)
         self._num_beats = self._tick = 0
-        self._progress: tuple[int, int, int] | None = None  # (complete, reached, beats), and when they last changed
+        self._progress: tuple[int, ...] | None = None  # (complete, reached, phases, beats), and when they last changed
         self.progress_time = clock()
 
     def beat(self) -> None:
@@ -74,7 +78,7 @@ class Heart:
 
     def idle_seconds(self) -> float:
         now = self._progress_of_log()
-        progress = now.num_complete, now.num_reached, self._num_beats
+        progress = now.num_complete, now.num_reached, self._log.num_phases, self._num_beats
         if progress != self._progress:
             self._progress, self.progress_time = progress, self.clock()
         return self.clock() - self.progress_time
@@ -88,9 +92,10 @@ class Heart:
 
 
 class Watchdog:
-    """A watchdog of one rank. It ends the job if no rank completes a collective or calls `beat` for `hang_seconds`.
+    """A watchdog of one rank. It ends the job if no rank makes progress for `hang_seconds`.
 
-    With `hang_seconds` 0 it does nothing. Before the job ends, every rank whose process still runs calls `on_abort`
+    Progress is a collective that completes, the begin of a phase in `log`, or a call of `beat`. With `hang_seconds` 0
+    it does nothing. Before the job ends, every rank whose process still runs calls `on_abort`
     with the reason, in the watchdog's thread. Then they wait for each other, because the launcher kills all ranks as
     soon as one has ended.
     """

@@ -149,16 +149,21 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Job:
     return job
 
 
-def test_a_rank_makes_progress_when_its_device_does_and_not_when_its_host_launches(job):
+def test_a_rank_makes_progress_when_its_device_does_or_a_phase_begins_and_not_when_its_host_launches(job):
     log, idle_seconds = job.logs[0], []
     log.follow(torch.device("cpu"))
     with job.ranks[0].running():
-        for act in (lambda: log.record("gather", "data", 4, torch.zeros(1)), job.ranks[0].beat, lambda: None):
+        for act in (
+            lambda: log.record("gather", "data", 4, torch.zeros(1)),
+            job.ranks[0].beat,
+            lambda: log.during("forward").__enter__(),
+            lambda: None,
+        ):
             act()
             job.heartbeat(0)
             job.now += 0.02
             idle_seconds.append(job.heartbeat(0).idle_seconds)
-    assert idle_seconds == pytest.approx([0.02, 0.02, 0.04])
+    assert idle_seconds == pytest.approx([0.02, 0.02, 0.02, 0.04])
 
 
 def test_a_rank_whose_device_has_failed_keeps_its_last_progress_and_is_named(job):
