@@ -19,8 +19,9 @@ class Soap(MatrixOptimizer):
     Its states belong to whole matrices: both moments, a preconditioner of each side, and its eigenbasis. Their
     memory, 2 (m n + m m + n n) numbers for a matrix of m x n, is on the rank that computes the matrix. Every
     `refresh_every` steps the bases take a step of the power iteration, with a QR decomposition; they begin as the unit
-    matrix. `betas` and `eps` are Adam's, `shampoo_beta` the decay of the preconditioners, and `dtype` (fp32 or
-    fp64) the type of the states, the computation and the messages.
+    matrix. If that step is skipped, they stay until the next refresh: the host counts the steps, and does not wait to
+    learn which ones are skipped. `betas` and `eps` are Adam's, `shampoo_beta` the decay of the preconditioners, and
+    `dtype` (fp32 or fp64) the type of the states, the computation and the messages.
     """
 
     method = "soap"
