@@ -1,7 +1,8 @@
 """Writes checkpoints so that a crash cannot damage them: into another folder, flushed, then renamed.
 
     every rank    copy to host memory (asynchronous only) -> write its file in .NAME.partial -> its seal to the store
-    first rank    all have reported -> layout.json -> publish: rename -> tidy: delete old ones -> outcome to the store
+    first rank    all have reported, and it finds all files -> layout.json -> publish: rename -> tidy: delete old ones
+                  -> outcome to the store
     other hosts   the same in folders of their own, with the seals that the first rank has found
 
 Ranks communicate through the launcher's store and not with collectives, which training uses at the same time. A save
@@ -10,6 +11,7 @@ that fails raises SaveError on all ranks, and leaves the checkpoints before it a
 
 import json
 import logging
+import os
 import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -164,6 +166,8 @@ class CheckpointWriter:
             try:
                 # In this order, a crash at any point leaves the older checkpoints usable: the folder gets its final
                 # name when all of it is on disk.
+                if len(self._publication.hosts) == 1:
+                    _find_files(partial, reports)
                 write_json(partial / LAYOUT, {**layout, "files": [report["seal"] for report in reports]})
                 flush_folder(partial)
                 self._publication.publish(partial, final)
@@ -223,6 +227,18 @@ class HostCopies:
             copy.copy_(tensor.detach(), non_blocking=True)
         synchronize(self._device)
         return {name: self._copies[name] for name in tensors}
+
+
+def _find_files(partial: Path, reports: Sequence[Mapping[str, Any]]) -> None:
+    """Raise SaveError unless this rank finds the file of every rank: others may have written to disks of their own."""
+    sizes = {entry.name: entry.stat().st_size for entry in os.scandir(partial)}
+    for report in reports:
+        path, num_bytes = rank_file(partial, report["rank"]), report["seal"][1]
+        if sizes.get(path.name) != num_bytes:
+            raise SaveError(
+                f"does not find {path} of {num_bytes} bytes, which rank {report['rank']} has written; put the folder "
+                "on a file system that all nodes share"
+            )
 
 
 def _reason(error: Exception) -> str:

@@ -2,6 +2,7 @@
 
 import errno
 import logging
+import os
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -91,6 +92,17 @@ def test_a_failure_names_the_checkpoint_the_rank_the_reason_and_the_remedy(
     start(writer, tmp_path / "a")
     assert writer.wait() == tmp_path / "a"
     assert completed == [tmp_path / "a"]
+
+
+@pytest.mark.parametrize("change", [Path.unlink, lambda path: os.truncate(path, 5)], ids=["missing", "short"])
+def test_files_that_the_first_rank_does_not_find_as_they_were_written_fail_the_save(tmp_path: Path, change: Any):
+    """Save as if a rank had written to the disk of another node."""
+    writer = make_writer(torch.zeros(1), True, on_written=lambda partial, _: change(rank_file(partial, 0)))
+    start(writer, tmp_path / "a")
+    expected = rf"rank 0: does not find {tmp_path}/\.a\.partial/rank-00000\.safetensors of \d+ bytes, .* share; make"
+    with pytest.raises(SaveError, match=expected):
+        writer.wait()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_the_store_keeps_of_a_save_does_not_grow_with_the_ranks(tmp_path: Path):
