@@ -110,9 +110,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         axes = model.shard_axis, model.replica_axis, self.tensor
         split = {model.module.get_parameter(name) for name in split_dims(model.module)}
         scale, in_blocks = self.loss_scale.scale, model.config.policy.adds_leaves
-        self.matrices = assembled_updates(
-            self.inner, model.module, pieces, axes, model.offload, one_by_one=in_blocks
-        )
+        self.matrices = assembled_updates(self.inner, model.module, pieces, axes, model.offload, one_by_one=in_blocks)
         assembles = bool(self.matrices.buckets)
         self._unused = UnusedParameters(pieces, model.module, skips=skip_unused, assembles=assembles)
         self.grad_norm = GradNorm(pieces.owned, pieces.params, axes, split, scale, in_blocks=in_blocks)
