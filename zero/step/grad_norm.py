@@ -33,8 +33,8 @@ class GradNorm:
     are not in `split` are replicated, and only the first tensor rank counts them.
 
     `owned` lists, for each bucket, the parts of parameters in this rank's shard.
-    `axes` are the shard axis, the replica axis and the tensor axis. `in_blocks`: with bits that do not depend on who owns
-    an element.
+    `axes` are the shard axis, the replica axis and the tensor axis. `in_blocks`: with bits that do not depend on who
+    owns an element.
     """
 
     def __init__(
