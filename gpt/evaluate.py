@@ -139,7 +139,7 @@ def load_model(settings: Settings, weights: str | None, world: World) -> tuple[T
         raise ConfigError(
             f"{folder} holds no checkpoint; give another --run.dir, or exported weights with --weights FOLDER"
         )
-    state = build(settings, mesh, world.device)
+    state = build(settings.without_initial_weights(), mesh, world.device)
     load(saved, state)
     return state, str(saved)
 

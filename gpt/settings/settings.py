@@ -133,6 +133,10 @@ class Settings:
         zero = self.zero.with_gradient_types(self.train.dtype, accumulates=accumulates)
         return replace(self, zero=zero)
 
+    def without_initial_weights(self) -> "Settings":
+        """Return these settings for a model into which a checkpoint is loaded."""
+        return replace(self, train=replace(self.train, initial_weights=None))
+
     def to_yaml(self) -> str:
         """Return the settings as YAML, which `--config` reads back as the same settings."""
         return yaml.safe_dump(_plain(self), sort_keys=False)
