@@ -16,7 +16,6 @@ perplexities of different vocabularies can be compared, as is customary for Wiki
 
 import argparse
 import logging
-import math
 import re
 import sys
 from dataclasses import dataclass, replace
@@ -38,7 +37,7 @@ from gpt.run_folder.files import CHECKPOINTS
 from gpt.settings.option_names import messages_in_option_names
 from gpt.settings.parser import parse_settings
 from gpt.settings.settings import Settings
-from gpt.tasks import Request, judge, load_tasks, score
+from gpt.tasks import Request, judge, load_tasks, perplexity_of, score
 from parallel.errors import ConfigError
 from parallel.world import World, exit_with_error, start_world, stop_world
 
@@ -67,12 +66,12 @@ class Score:
     @property
     def perplexity(self) -> float:
         """The perplexity per word."""
-        return math.exp(self.nll / self.num_words)
+        return perplexity_of(self.nll / self.num_words)
 
     @property
     def token_perplexity(self) -> float:
         """The perplexity per token."""
-        return math.exp(self.nll / self.num_tokens)
+        return perplexity_of(self.nll / self.num_tokens)
 
 
 def windows(tokens: list[int], seq_length: int, stride: int) -> list[Request]:

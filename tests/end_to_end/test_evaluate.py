@@ -62,6 +62,12 @@ def test_ranks_find_the_perplexity_of_one_process(trained, is_exported, stride, 
     assert found[0].token_perplexity == pytest.approx(math.exp(expected / num_tokens), rel=1e-4)
 
 
+def test_a_text_of_few_words_has_an_infinite_perplexity_per_word():
+    found = Score(nll=2000.0, num_tokens=500, num_words=1)
+    assert found.perplexity == math.inf
+    assert found.token_perplexity == pytest.approx(math.exp(4), rel=1e-12)
+
+
 def test_every_prediction_is_scored_once_with_enough_context():
     for num_predictions in (1, 15, 16, 17, 40, 41):
         for stride in (1, 5, 16):
