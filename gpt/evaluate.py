@@ -34,6 +34,7 @@ from gpt.checkpoint.checkpoint import load
 from gpt.checkpoint.folder import find
 from gpt.monitor.console import RunConsole, task_lines
 from gpt.run_folder.files import CHECKPOINTS
+from gpt.settings.data import check_names
 from gpt.settings.option_names import messages_in_option_names
 from gpt.settings.parser import parse_settings
 from gpt.settings.settings import Settings
@@ -178,6 +179,7 @@ def evaluate_model(arguments: list[str]) -> Score | dict[str, float]:
     """
     own, others = _parser().parse_known_args(arguments)
     settings = parse_settings(others)
+    check_names("--tasks", [Path(path).stem for path in own.tasks or ()])
     if own.stride is not None and not 1 <= own.stride <= settings.model.seq_length:
         raise ConfigError(
             f"--stride={own.stride} is not between 1 and model.seq_length={settings.model.seq_length}; "

@@ -92,6 +92,7 @@ def test_wikitexts_spaces_are_undone_and_its_line_ends_count_as_words(trained, t
     [
         (["--stride=17"], ConfigError, "--stride=17 is not between 1 and model.seq_length=16"),
         (["--run.dir=nowhere"], ConfigError, "nowhere/checkpoints holds no checkpoint; give another --run.dir"),
+        (["--tasks", "a/test.jsonl", "b/test.jsonl"], ConfigError, "--tasks has 2 entries of 1 names, test, test"),
         (["--source=empty.txt"], DataError, "empty.txt has 0 words"),
     ],
 )
@@ -99,4 +100,4 @@ def test_what_cannot_be_evaluated_is_refused(trained, tmp_path, monkeypatch, own
     monkeypatch.chdir(tmp_path)
     Path("empty.txt").write_text("\n")
     with pytest.raises(error, match=message):
-        evaluate_model([*arguments_of(trained), *own])
+        evaluate_model([*arguments_of(trained)[2 * ("--tasks" in own) :], *own])
