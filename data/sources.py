@@ -23,6 +23,7 @@ TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".py")
 JSON_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
 PARQUET_SUFFIXES = (".parquet",)
 SUFFIXES = TEXT_SUFFIXES + JSON_SUFFIXES + PARQUET_SUFFIXES
+PREPARED = (".json", ".tokenizer.json", ".rejected.jsonl", ".cache")  # ends of names beside PREFIX.idx
 DATASETS_FILES = ("state.json", "dataset_dict.json")  # in a folder written by save_to_disk
 NOT_IN_STDLIB = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 NOT_IN_STDLIB |= {"encodings", "pydoc_data"}  # generated tables, a fifth of all tokens
@@ -190,10 +191,17 @@ def _files_of(name: str) -> list[str]:
     """Return the files of a path, glob or directory, sorted. Of a directory only those with a suffix in SUFFIXES."""
     if os.path.isdir(name):
         is_dataset = any(os.path.exists(os.path.join(name, file)) for file in DATASETS_FILES)
-        paths = [] if is_dataset else Path(name).rglob("*")  # `_open_dataset` opens a dataset
+        paths = [] if is_dataset else _paths_below(Path(name))  # `_open_dataset` opens a dataset
         return sorted(str(path) for path in paths if path.is_file() and path.name.endswith(SUFFIXES))
     pattern = glob.escape(name) if os.path.exists(name) else name
     return sorted(path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path))
+
+
+def _paths_below(folder: Path) -> list[Path]:
+    """Return what is in a folder and its subfolders, without hidden files and folders and those of prepared corpora."""
+    paths = [path for path in folder.rglob("*") if f"{os.sep}." not in f"{os.sep}{path.relative_to(folder)}"]
+    prepared = {f"{path.with_suffix('')}{ending}" for path in paths if path.suffix == ".idx" for ending in PREPARED}
+    return [path for path in paths if prepared.isdisjoint(map(str, (path, *path.parents)))]
 
 
 def _read_text_file(path: str) -> Iterator[Document]:

@@ -138,6 +138,25 @@ def test_a_document_that_the_tokenizer_cannot_encode_is_named_and_can_be_skipped
     assert (Sidecar.load(output).empty, Sidecar.load(output).rejected) == (1, 1)
 
 
+def test_an_output_in_the_folder_of_the_source_goes_on_and_is_no_text(tmp_path, capsys, monkeypatch, tokenizer_file):
+    monkeypatch.setattr("data.encode.BATCH_BYTES", 300)
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "a.jsonl").write_text(_json_lines(TEXTS))
+    (folder / "b.jsonl").write_text("broken")
+    arguments = ["--source", str(folder), "--output", str(folder / "corpus"), "--workers", "1"]
+    arguments += ["--tokenizer", tokenizer_file]
+    _error_of(capsys, *arguments)
+    main([*arguments, "--on_error", "skip"])
+    assert "corpus: goes on after" in capsys.readouterr().err
+    (folder / "corpus.cache").mkdir()
+    (folder / "corpus.cache" / "order.crc32.json").write_text("{}")
+    assert Path(f"{folder}/corpus.rejected.jsonl").exists()
+    assert {document.origin for document in Source([str(folder)]).documents()} == {
+        str(folder / name) for name in ("a.jsonl", "b.jsonl")
+    }
+
+
 @pytest.mark.parametrize(("is_killed", "bos"), [(False, "none"), (True, "none"), (True, "<|endoftext|>")])
 def test_a_preparation_that_was_ended_goes_on_where_its_progress_was_saved(
     tmp_path, monkeypatch, capsys, tokenizer_file, is_killed, bos
