@@ -20,9 +20,10 @@ from typing import Any, NamedTuple
 from data.errors import DataError
 
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".py")
-JSON_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
+JSON_SUFFIXES = (".jsonl", ".json", ".ndjson", ".jsonl.gz", ".json.gz", ".ndjson.gz")
 PARQUET_SUFFIXES = (".parquet",)
 SUFFIXES = TEXT_SUFFIXES + JSON_SUFFIXES + PARQUET_SUFFIXES
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".br", ".zip")  # of which only those in JSON_SUFFIXES are read
 PREPARED = (".json", ".tokenizer.json", ".rejected.jsonl", ".cache")  # ends of names beside PREFIX.idx
 DATASETS_FILES = ("state.json", "dataset_dict.json")  # in a folder written by save_to_disk
 NOT_IN_STDLIB = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
@@ -118,13 +119,15 @@ class Source:
             return [self._file_shard(path) for path in _stdlib_files()]
         if paths := _files_of(name):
             return [self._file_shard(path) for path in paths]
-        looks_like_file = glob.has_magic(name) or name.startswith(("/", ".")) or name.endswith(SUFFIXES)
+        looks_like_file = glob.has_magic(name) or name.startswith(("/", ".")) or name.endswith(SUFFIXES + COMPRESSED)
         if looks_like_file and not os.path.isdir(name):
             raise DataError(f"--source {name}: no such file; give files, globs, folders, a hub name or stdlib")
         # a hub name, or a folder in a format that only `datasets` reads
         return [_dataset_shard(name, self.config, self.split, self.text_key)]
 
     def _file_shard(self, path: str) -> Shard:
+        if path.endswith(COMPRESSED) and not path.endswith(JSON_SUFFIXES):
+            raise DataError(f"--source {path} is compressed; decompress it, or compress JSON lines as .jsonl.gz")
         read = _read_json_lines if path.endswith(JSON_SUFFIXES) else _read_text_file
         if path.endswith(PARQUET_SUFFIXES):
             read = partial(_read_parquet, text_key=self.text_key)
@@ -139,7 +142,7 @@ def text_of(document: Document, text_key: str) -> str:
         raise content
     try:
         if isinstance(content, bytes):
-            content = content.decode("utf-8")
+            content = content.decode("utf-8-sig")  # editors of Windows write a mark of the byte order first
             if document.origin.endswith(JSON_SUFFIXES):
                 content = _json_text(document.place, content, text_key)
         size_bytes = len((content or "").encode("utf-8"))  # raises for half a surrogate pair, which JSON can contain
