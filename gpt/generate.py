@@ -1,10 +1,11 @@
 """Generation of text, token by token, by sampling with a temperature from the likeliest tokens."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from data.tokenizer import Tokenizer
 from zero.engine import ZeroDataParallel
@@ -41,7 +42,7 @@ def generate(model: nn.Module, prompt: Tensor, num_tokens: int, seq_length: int)
     # on every device.
     generator = torch.Generator("cpu").manual_seed(SEED)
     tokens = prompt
-    with evaluation(model):
+    with evaluation(model), attention_of_any_length():
         for _ in range(num_tokens):
             logits = model(tokens[:, -seq_length:])[:, -1].float().cpu()
             # A model that has diverged still yields tokens, and all ranks go on alike.
@@ -50,6 +51,11 @@ def generate(model: nn.Module, prompt: Tensor, num_tokens: int, seq_length: int)
             choice = torch.multinomial((likeliest / TEMPERATURE).softmax(dim=-1), 1, generator=generator)
             tokens = torch.cat([tokens, ids.gather(-1, choice).to(tokens.device)], dim=1)
     return tokens
+
+
+def attention_of_any_length() -> AbstractContextManager[None]:
+    """Keep attention from cuDNN in this context, for batches of many lengths: it makes a plan for each new shape."""
+    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
 @contextmanager

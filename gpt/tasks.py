@@ -23,7 +23,7 @@ from torch import Tensor
 
 from data.errors import DataError
 from data.tokenizer import Tokenizer
-from gpt.generate import evaluation
+from gpt.generate import attention_of_any_length, evaluation
 from parallel.errors import ConfigError
 from parallel.mesh import Mesh
 from zero.engine import ZeroDataParallel
@@ -186,7 +186,7 @@ def score(
     results = torch.zeros(len(requests), 2, dtype=torch.float64, device=device)
     order = sorted(range(len(requests)), key=lambda number: -len(requests[number].tokens))
     at_once = micro_batch_size * mesh.num_batch_ranks
-    with evaluation(model), mesh.log.during("evaluation"):
+    with evaluation(model), attention_of_any_length(), mesh.log.during("evaluation"):
         for first in range(0, len(order), at_once):
             numbers = order[first : first + at_once]
             # Ranks without a request compute the first one too: they may have to unshard parameters together.

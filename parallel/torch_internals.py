@@ -32,6 +32,8 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
+DIVISION_OPTION = "eager_numerics.division_rounding"  # of inductor; torch 2.11 may not have it
+
 # The dispatch modes that see operations of this thread, the innermost one last. An observer joins a mode that is active
 # already, since each further mode costs more than a fake operation.
 active_dispatch_modes = _get_current_dispatch_mode_stack
@@ -53,6 +55,16 @@ NO_KERNELS = {
 }
 # A dropout takes three kernels on a CPU and one on a GPU: only the one that multiplies is counted.
 FUSED_ON_A_GPU = {"bernoulli_", "div_"}
+
+
+def options_of_exact_division() -> dict[str, Any]:
+    """Return options of torch.compile with which quotients in fp32 have the bits of eager ones on a GPU, if it has any.
+
+    Without them inductor's kernels divide by an approximation that is off by up to two units in the last place.
+    """
+    from torch._inductor import list_options  # here, because it imports torch's compiler
+
+    return {DIVISION_OPTION: True} if DIVISION_OPTION in list_options() else {}
 
 
 def attention_backend(query: Tensor, key: Tensor, dropout: float) -> SDPBackend:
@@ -81,6 +93,11 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> dist.ProcessGroup:
     return mesh._flatten(name).get_group()
 
 
+def time_limit(group: dist.ProcessGroup) -> timedelta:
+    """Return the time limit of the collectives of a group, which has no public attribute for it."""
+    return group._get_backend(group._device_types[0]).options._timeout
+
+
 def take_default_timeout(group: dist.ProcessGroup | None) -> timedelta:
     """Give the collectives of a group that are launched from now on the time limit of the default group, and return it.
 
@@ -90,7 +107,7 @@ def take_default_timeout(group: dist.ProcessGroup | None) -> timedelta:
     default = dist.distributed_c10d._get_default_group()
     if dist.get_backend(group) == "fake":
         return timedelta(0)
-    timeout = default._get_backend(default._device_types[0]).options._timeout
+    timeout = time_limit(default)
     if group not in (None, default):
         dist.distributed_c10d._set_pg_timeout(timeout, group)
     return timeout

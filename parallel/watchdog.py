@@ -20,7 +20,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from parallel.comm_log import CommLog
+from parallel.comm_log import CommLog, CommProgress
 
 EXIT_CODE = 3
 POLLS_PER_HANG = 10  # polls in `hang_seconds`
@@ -59,6 +59,7 @@ class Heart:
 
     def __init__(self, store: dist.Store, rank: int, log: CommLog, clock: Callable[[], float]):
         self.store, self.rank, self.clock, self._log = store, rank, clock, log
+        self._found = CommProgress(0, 0, 0, None)
         self._num_beats = self._tick = 0
         self._progress: tuple[int, int, int] | None = None  # (complete, reached, beats), and when they last changed
         self.progress_time = clock()
@@ -66,8 +67,13 @@ class Heart:
     def beat(self) -> None:
         self._num_beats += 1
 
+    def _progress_of_log(self) -> CommProgress:
+        with suppress(RuntimeError):  # a device that has failed, as by an illegal access, makes no more progress
+            self._found = self._log.progress()
+        return self._found
+
     def idle_seconds(self) -> float:
-        now = self._log.progress()
+        now = self._progress_of_log()
         progress = now.num_complete, now.num_reached, self._num_beats
         if progress != self._progress:
             self._progress, self.progress_time = progress, self.clock()
@@ -75,7 +81,7 @@ class Heart:
 
     def write(self) -> None:
         self._tick += 1
-        idle_seconds, now = self.idle_seconds(), self._log.progress()
+        idle_seconds, now = self.idle_seconds(), self._progress_of_log()
         counts = now.num_launched, now.num_reached, now.num_complete
         heartbeat = Heartbeat(self._tick, idle_seconds, *counts, str(now.next or "none"))
         self.store.set(f"watch/{self.rank}", json.dumps(asdict(heartbeat)))

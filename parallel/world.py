@@ -124,7 +124,7 @@ def start_world(options: StartOptions = StartOptions()) -> World:
         # The ranks agree on a prefix of the store before the process group uses it: a group that reads the keys of an
         # earlier start would try to connect to processes that have ended.
         store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=START_SECONDS)))
-        store.set_timeout(timedelta(seconds=START_SECONDS))
+        store.set_timeout(options.collective_timeout)  # as of a store that torch makes with a group
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             store=_store_of_this_start(store, rank, size, START_SECONDS),
@@ -164,8 +164,8 @@ def _store_of_this_start(store: dist.Store, rank: int, size: int, timeout_second
     such as the address of a process that has ended. torchrun's own count of restarts may differ between nodes. So rank
     0 counts its starts, every other rank sends it a request with a new random id, and rank 0 replies with the number.
     """
-    deadline = time.monotonic() + timeout_seconds
     if rank == 0:
+        deadline = time.monotonic() + timeout_seconds
         number, answered = store.add("start/number", 1), set()
         # Rank 0 goes on replying until all ranks have read their reply: the request that it finds first may be one of
         # an earlier start, which the present one overwrites later.
@@ -174,22 +174,20 @@ def _store_of_this_start(store: dist.Store, rank: int, size: int, timeout_second
                 if store.check([key]) and (request := store.get(key).decode()) not in answered:
                     store.set(f"start/replies/{request}", str(number))
                     answered.add(request)
-            _sleep_before(deadline, f"not all of the {size - 1} other ranks have joined this start of the job in time")
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"not all of the {size - 1} other ranks have joined this start of the job in time")
+            time.sleep(0.01)
     else:
         request = uuid4().hex
         store.set(f"start/requests/{rank}", request)
-        while not store.check([f"start/replies/{request}"]):
-            _sleep_before(deadline, "rank 0 has not joined this start of the job in time")
+        # Only rank 0 asks again and again: the store could not answer all ranks of a large job if each did so.
+        try:
+            store.wait([f"start/replies/{request}"], timedelta(seconds=timeout_seconds))
+        except dist.DistStoreError as error:
+            raise TimeoutError("rank 0 has not joined this start of the job in time") from error
         number = int(store.get(f"start/replies/{request}"))
         store.add(f"start/{number}/num_joined", 1)
     return dist.PrefixStore(f"start/{number}", store)
-
-
-def _sleep_before(deadline: float, problem: str) -> None:
-    """Sleep between two polls of the store. Raises TimeoutError with `problem` after the deadline."""
-    if time.monotonic() > deadline:
-        raise TimeoutError(problem)
-    time.sleep(0.01)
 
 
 @contextmanager

@@ -1,13 +1,14 @@
 """Set-up of every test: the same random state and default dtype at its start. The pool of ranks stops at the end."""
 
 import contextlib
+import gc
 import os
 import signal
+from collections.abc import Iterator
+from types import ModuleType
 
 import pytest
 from hypothesis import HealthCheck, settings
-
-from tests.ranks import rank_pool, set_fixed_start
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # A shell lets a job in the background ignore Ctrl-C, and so would the programs that the tests start.
@@ -31,10 +32,25 @@ settings.register_profile(
 settings.load_profile("any machine")
 
 
+def pytest_collectstart() -> None:
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    # Most objects of this process are modules and tests, which stay: no collection, such as that of a dry run, need
+    # visit them.
+    gc.freeze()
+    gc.enable()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def pool_of_ranks() -> Iterator[ModuleType]:
+    from tests import ranks  # not above: the process of xdist that runs no test need not import torch
+
+    yield ranks
+    ranks.rank_pool().stop()
+
+
 @pytest.fixture(autouse=True)
-def fixed_start() -> None:
-    set_fixed_start()
-
-
-def pytest_unconfigure() -> None:
-    rank_pool().stop()
+def fixed_start(pool_of_ranks: ModuleType) -> None:
+    pool_of_ranks.set_fixed_start()

@@ -107,7 +107,7 @@ class ZeroDataParallel(nn.Module):
         trainable = [bucket for flat in self.flats if flat.is_trainable for bucket in flat.buckets]
         self.reducer = GradientReducer(trainable, levels, config, launch_order, self.offload)
         self.measure_weights()
-        self.planner = self._residency()
+        self.planner: Residency = self._residency()
         self._passes = Passes(self.reducer, launch_order)
         if unshards:
             scheduler = UnitScheduler(module, self._access, self.planner, self._passes, self.reducer)
@@ -147,10 +147,13 @@ class ZeroDataParallel(nn.Module):
     def wait_for_updates(self, params: Iterable[nn.Parameter] | None = None) -> None:
         """Make updated parameters, some or all, readable by what is launched after this.
 
-        They may still be on their way with `overlap_gather`.
+        They may still be on their way with `overlap_gather`. Without `params`, owned parameters and master weights may
+        then be written too; the host calls `Offload.synchronize` first.
         """
         for flat in self.flats:
             flat.wait_for_updates(params)
+        for bucket in self.buckets if params is None else ():
+            bucket.params.wait_for_update()
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -245,6 +248,7 @@ class ZeroDataParallel(nn.Module):
     def loading_masters(self) -> Iterator[None]:
         """Let master weights be written inside this context, and parameters follow them; all ranks enter it."""
         self.wait_for_updates()
+        self.offload.synchronize()  # the host may write what is stored in its memory
         for flat in self.flats:
             flat.reshard()  # before: a transient full buffer that stayed unsharded would keep the old values
             flat.take_replaced()  # so that the parameters read what is loaded
@@ -253,6 +257,8 @@ class ZeroDataParallel(nn.Module):
             for bucket in flat.buckets:
                 bucket.params.owned.copy_(bucket.master)  # returns early if both are the same memory
             flat.publish_loaded()
+            # A backward whose forward has run before must raise, as in torch.
+            torch.autograd.graph.increment_version(flat.params)
         self.measure_weights()
 
     def parameter_chunks(self) -> ParameterChunks:
@@ -275,7 +281,7 @@ class ZeroDataParallel(nn.Module):
         They are views, which `torch.distributed.checkpoint` saves and loads into; `full_tensor()` gathers one. Raises
         ConfigError if a parameter is complex.
         """
-        self._take_changes()
+        self.take_changes()
         state = self.module.state_dict(*args, destination=destination, prefix=prefix, keep_vars=True)
         state.update(self._shards(state))
         return state
@@ -287,7 +293,7 @@ class ZeroDataParallel(nn.Module):
         these if it is `strict`, and ConfigError if a tensor does not fit.
         """
         if not any(isinstance(value, ChunkedTensor) for value in state_dict.values()):
-            self._take_changes()  # shards may have been loaded in place, and parameters be older than master weights
+            self.take_changes()  # shards may have been loaded in place, and parameters be older than master weights
         shards = self._shards(self.module.state_dict(keep_vars=True))
         others = {name: value for name, value in state_dict.items() if name not in shards}
         # All of them are checked before any is loaded.
@@ -304,9 +310,12 @@ class ZeroDataParallel(nn.Module):
                 shards[name].load(part)
         return keys
 
-    def _take_changes(self) -> None:
+    def take_changes(self) -> None:
+        """Let master weights follow parameters that were written in place, and the host read and write its memory."""
+        self.wait_for_updates()
         for optimizer in self.reducer.users.params_of:
             optimizer.take_changes()
+        self.offload.synchronize()
 
     def _shards(self, state: Mapping[str, Any]) -> dict[str, ChunkedTensor]:
         """Return the shards of the parameters in a state of the module, by their keys."""
@@ -409,7 +418,7 @@ class ZeroDataParallel(nn.Module):
             self._access.add(name, Unit(modules[name], flats, before_gather))
 
     def _residency(self) -> Residency:
-        """Return what decides which units are prefetched and kept: Gemini, if there is a budget of memory."""
+        """Return what decides which units are prefetched and kept: a `PlacementPlanner` if there is a budget."""
         units = self.units
         prefetch_numel = self.config.prefetch_numel
         if prefetch_numel is None:  # the largest unit, so that the next one is always gathered ahead

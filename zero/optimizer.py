@@ -7,9 +7,9 @@
                  the steps of zero/optimizers/matrix_updates.py
     publish      bucket by bucket, while the next one is updated: all-gather the updated parameters
 
-Without offload the host waits for the device in `_must_skip` only, if the optimizer cannot skip a step by itself. With
-states on the host it also waits for the reduced gradients and the clip coefficient, and under a budget of memory in the
-steps that are recorded.
+Without offload the host waits for the device in `step` only, where it reads the flag of a skipped step if the optimizer
+cannot skip one by itself, and the message of `skip_unused`. With states on the host it also waits for the reduced
+gradients and the clip coefficient, and under a budget of memory in the steps that are recorded.
 """
 
 import math
@@ -107,19 +107,19 @@ class ZeroOptimizer(torch.optim.Optimizer):
         # Never empty: torch's code for checkpoints steps an optimizer that has no state.
         self.state.update({param: OwnedState(of_param, self.inner) for param, of_param in pieces.by_param.items()})
         pieces.locate(self.inner, split_dims(model.module), self.tensor)
-        axes, divided = (model.shard_axis, self.tensor), (model.shard_axis, model.replica_axis, self.tensor)
+        norm_axes, all_axes = (model.shard_axis, self.tensor), (model.shard_axis, model.replica_axis, self.tensor)
         split = {model.module.get_parameter(name) for name in split_dims(model.module)}
         scale, in_blocks = self.loss_scale.scale, model.config.policy.adds_leaves
         self.matrices = assembled_updates(
-            self.inner, model.module, pieces, divided, model.offload, one_by_one=in_blocks
+            self.inner, model.module, pieces, all_axes, model.offload, one_by_one=in_blocks
         )
         assembles = bool(self.matrices.buckets)
         self._unused = UnusedParameters(pieces, model.module, skips=skip_unused, assembles=assembles)
-        self.grad_norm = GradNorm(pieces.owned, pieces.params, axes, split, scale, in_blocks=in_blocks)
-        self._sums = self._deferred_sums()
-        self._groups = BucketGroups(flats, self.buckets, self.matrices.buckets, model.offload)
-        self._take_calls_of_inner()
+        self.grad_norm = GradNorm(pieces.owned, pieces.params, norm_axes, split, scale, in_blocks=in_blocks)
         self._check_others()
+        self._sums = self._deferred_sums()
+        self._bucket_groups = BucketGroups(flats, self.buckets, self.matrices.buckets, model.offload)
+        self._take_calls_of_inner()
         model.reducer.users.add(self, pieces.params)
 
     @classmethod
@@ -153,7 +153,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     @property
     def cast_buffers(self) -> dict[Placement, Tensor]:
         """The buffer of cast gradients in each memory that needs one."""
-        return self._groups.cast_buffers
+        return self._bucket_groups.cast_buffers
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -183,12 +183,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         model = self._model
-        axes = model.shard_axis, model.replica_axis, self.tensor
+        all_axes = model.shard_axis, model.replica_axis, self.tensor
         model.before_step(self._pieces.params)
         model.reducer.complete()
         self._unused.find(model.reducer.used, (model.data, self.tensor), model.offload.device)
-        model.planner.before_update(axes)
-        self._groups.let_host_use()  # gradients that were copied to it
+        model.planner.before_update(all_axes)
+        self._bucket_groups.let_host_use()  # gradients that were copied to it
         for sums, parts in self._sums:
             sums.sum_at_once([bucket.owned_part(bucket.grads.owned, part) for bucket, part in parts])
         with self._bucketed.stepping():
@@ -204,7 +204,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                     self._update_all(coefficient, skipped)
         self.loss_scale.note(found_inf)
         if self._release():
-            model.planner.after_update(axes, self.buckets, self.bytes_to_place, self.place)
+            model.planner.after_update(all_axes, self.buckets, self.bytes_to_place, self.place)
         self._skipped_steps.record(found_inf, skipped)  # last: it may raise
         return norm if closure is None else loss
 
@@ -269,11 +269,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def take_changes(self) -> None:
         """Let master weights follow parameters that were written in place; `step` and saving the state call this."""
         self._model.wait_for_updates()
-        for bucket in self.buckets:
-            bucket.params.wait_for_update()
         for flat in self._model.flats:
             flat.take_replaced()
-        self._groups.take_written()
+        self._bucket_groups.take_written()
 
     def bytes_to_place(self, bucket: Bucket) -> int:
         """Return the memory that `place` would allocate on the accelerator, without the cast buffer."""
@@ -286,12 +284,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def place(self, bucket: Bucket, placement: Placement) -> None:
         """Move a bucket's master weights, moments and owned gradient, between steps. The gradient's values are lost."""
         self._model.wait_for_updates()  # gathers read the owned parameters, which may be the master weights
-        bucket.params.wait_for_update()
         bucket.place_master(placement)
         new = partial(self._model.offload.new, placement, TensorKind.MOMENTS)
         self._bucketed.move(self.pieces_of(bucket), bucket.master, new)
         bucket.grads.place(placement)
-        self._groups.regroup()
+        self._bucket_groups.regroup()
 
     def _take_calls_of_inner(self) -> None:
         """Let calls of `inner` that concern gradients or parameters reach this optimizer."""
@@ -317,6 +314,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _check_others(self) -> None:
         """Check that the model's other optimizers and this one can use the same gradients, buckets and loss scale."""
         for other in self._model.reducer.users.params_of:
+            if (self.tensor.group, self.tensor.size) != (other.tensor.group, other.tensor.size):
+                raise ConfigError(
+                    f"two optimizers of a model have `tensor` axes of their own, of {other.tensor.size} and "
+                    f"{self.tensor.size} ranks, and the gradients of one would not be summed over them; give both the "
+                    "same axis"
+                )
             if self._model.offload.config.mode == "auto":
                 raise ConfigError(
                     "OffloadConfig.mode=auto moves buckets for one optimizer, and this model has two; choose host or "
@@ -347,9 +350,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         yield
         # A backward whose forward has run before this update must raise, as in torch.
         torch.autograd.graph.increment_version(self._pieces.params)
-        self._groups.expect_equal()
+        self._bucket_groups.expect_equal()
         self._model.measure_weights()
-        self._groups.finish_publishing(overlaps=self._model.config.overlap_gather)
+        self._bucket_groups.finish_publishing(overlaps=self._model.config.overlap_gather)
 
     @torch.no_grad()
     def _set_mode(self, method: weakref.WeakMethod[Callable[[], object]], name: str) -> None:
@@ -359,24 +362,24 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if all(group.get("train_mode") is (name == "train") for group in self.param_groups):
             return  # the parameters have these values already
         with self._publishing():
-            self._groups.let_host_use()  # it writes what may still be copied from it
+            self._bucket_groups.let_host_use()  # it writes what may still be copied from it
             with self._bucketed.with_pieces():
                 call()
             for bucket in self.buckets:
-                self._groups.publish(bucket)
+                self._bucket_groups.publish(bucket)
 
     def _update_all(self, coefficient: Tensor, skip: Tensor) -> None:
         self.matrices.begin()  # before the round, which reads the counters of the groups
         self._bucketed.begin_round()
         offload = self._model.offload
-        scales = {p: offload.scalars_on(p, coefficient, skip) for p in Placement if self._groups.on(p)}
+        scales = {p: offload.scalars_on(p, coefficient, skip) for p in Placement if self._bucket_groups.on(p)}
         for buckets in self._groups_in_order(scales, with_matrices=True):
             self._update(buckets, scales)
         self.matrices.send()
         for buckets in self._groups_in_order(scales, with_matrices=False):
             self._update(buckets, scales)
             for bucket in buckets:
-                self._groups.publish(bucket)
+                self._bucket_groups.publish(bucket)
         self._bucketed.set_flag(skip)
         self.matrices.compute()
         for is_last in self.matrices.returned():
@@ -384,7 +387,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 for bucket in buckets:
                     self.matrices.apply(bucket)
                     if is_last:
-                        self._groups.publish(bucket)
+                        self._bucket_groups.publish(bucket)
         self.matrices.end()
         self._bucketed.end_round()
 
@@ -396,7 +399,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         for placement, (_, skip) in scales.items():
             self._bucketed.set_flag(skip)
-            yield from self._groups.of(placement, with_matrices=with_matrices)
+            yield from self._bucket_groups.of(placement, with_matrices=with_matrices)
 
     def _update(self, buckets: list[Bucket], scales: Scales) -> None:
         """Step the torch optimizer for a group of buckets.
@@ -406,7 +409,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         placement = buckets[0].optimizer_placement
         grads = [bucket.grads.owned for bucket in buckets]
         if buckets[0].casts_gradient:
-            scaled = grads = self._groups.cast(grads, placement)
+            scaled = grads = self._bucket_groups.cast(grads, placement)
         else:
             scaled = [grad for bucket in buckets for grad in self._pieces.own_grads(bucket)]
         if scaled:

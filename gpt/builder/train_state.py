@@ -34,6 +34,7 @@ from parallel.tensor.layers import part_of
 from parallel.tensor.softmax import inductor_works
 from parallel.tensor.split_parameters import split_dims
 from parallel.tensor.token_layout import ReplicatedTokens, SplitTokens, TokenLayout
+from parallel.torch_internals import options_of_exact_division
 from parallel.world import StartOptions, World
 from zero.activations.checkpointed_blocks import ActivationsConfig, check_replicas, checkpointed_blocks, recomputed
 from zero.activations.plans.module import PlannedBlocks
@@ -206,8 +207,7 @@ def build(settings: Settings, mesh: Mesh, device: torch.device) -> TrainState:
             load_pretrained(gpt, Path(train.initial_weights))
     model = ZeroDataParallel(gpt, mesh.data, settings.zero, init=init, offload=settings.offload)
     if train.compiles_blocks:
-        # Units that are named may be inside blocks, whose graphs then end at the hooks of these units.
-        compile_blocks(gpt, activations.recomputes, may_break=settings.zero.units is not None)
+        _compile(gpt, activations, settings)
     loss_scale = build_loss_scale(train.loss_scale, train.precision == "fp16", device)
     optimizer = build_optimizer(model, mesh.tensor, settings.optimizer, loss_scale)
     # After everything is built, because that draws random numbers too. Each data-parallel rank has its own stream of
@@ -219,6 +219,13 @@ def build(settings: Settings, mesh: Mesh, device: torch.device) -> TrainState:
     judging = mesh.data if leaves is None else mesh.data.without_peers()
     guard = LossGuard(judging, settings.guard.spike_factor, device) if settings.guard.checks_losses else None
     return TrainState(mesh, model, optimizer, device, activations, guard, leaves)
+
+
+def _compile(gpt: GPT, activations: ActivationsConfig, settings: Settings) -> None:
+    # Codes of weights must be those of eager code, which sends them.
+    options = options_of_exact_division() if settings.train.matmul == "fp8" else None
+    # Units that are named may be inside blocks, whose graphs then end at the hooks of these units.
+    compile_blocks(gpt, activations.recomputes, may_break=settings.zero.units is not None, options=options)
 
 
 def build_model(

@@ -1,11 +1,12 @@
 """Checkpoints: how a run saves one, and how a run with any stage, tensor size and number of ranks resumes from it.
 
-    RUN/checkpoints/step-00000100/layout.json                where each tensor is stored, and the progress of the run
-                                  rank-00000.safetensors     the flat shards that rank 0 owns, and its random states
-    RUN/checkpoints/latest                                   the name of the newest complete checkpoint
+    RUN/checkpoints/step-00000100/layout.json              where each tensor is stored, and the progress of the run
+                                  rank-00000.safetensors   the flat shards that rank 0 owns, and what every rank writes
+    RUN/checkpoints/latest              the name of the newest checkpoint, for people; a resume takes the highest step
 
-A rank whose shards are replicas of another rank's writes its random states only. `zero/state/writer.py` writes the
-files, `zero/state/rank_state.py` loads them, and `gpt/checkpoint/folder.py` finds them.
+Every rank writes its random states, and what is not sharded: the module's buffers, the loss scale, counters and the
+state of the loss guard. Shards are written by the first of the ranks that own the same ones. `zero/state/writer.py`
+writes the files, `zero/state/rank_state.py` loads them, and `gpt/checkpoint/folder.py` finds them.
 """
 
 import logging
@@ -20,11 +21,12 @@ from gpt.builder.train_state import TrainState
 from gpt.checkpoint.folder import LATEST, Kept, checkpoint_name, checkpoints, delete_old, set_aside, step_in_name
 from gpt.checkpoint.foreign import load_foreign
 from gpt.checkpoint.layout import Progress, SavedRun, changed_data, check_model, content_of, read_run
+from gpt.run_folder.files import written_if_possible
 from gpt.shape.config import ModelConfig
 from parallel.errors import ConfigError
 from zero.state.layout_file import is_complete, writer_of
 from zero.state.rank_state import RankState
-from zero.state.sealed_file import replace_text
+from zero.state.sealed_file import flush_folder, replace_text
 from zero.state.writer import CheckpointWriter, Publication
 
 logger = logging.getLogger(__name__)
@@ -71,11 +73,15 @@ class RunSaver:
         return self._writer.wait()
 
     def _publish(self, partial: Path, final: Path) -> None:
-        if final.exists():  # the run has not written it: it set aside all checkpoints of steps to come
+        # Not this run's own: it set aside those of steps to come when it began, and saves no step twice. A crash before
+        # the next line leaves the checkpoint of an earlier step as the newest.
+        if final.exists():
             set_aside(self._folder, [final])
         partial.rename(final)
+        flush_folder(self._folder)
         # After the checkpoint has its name: `latest` never names one that is not complete.
-        replace_text(self._folder / LATEST, final.name)
+        with written_if_possible(self._folder / LATEST):
+            replace_text(self._folder / LATEST, final.name)
 
 
 def load(
@@ -87,10 +93,10 @@ def load(
     """Load the checkpoint into `state` and return its progress.
 
     The run then continues as it would have without the interruption: bit for bit with the same stage, mesh and buckets,
-    up to rounding with others. The ranks share the verification of all files by checksum. A warning is logged for each
-    of the settings `data`, which determine the order of samples, that has changed. Raises ConfigError if the checkpoint
-    is damaged or holds another model. `load_foreign` loads that of another program, where
-    `samples_before` has its meaning.
+    if all kernels are deterministic, which on a GPU fused attention is not; up to rounding otherwise. The ranks share
+    the verification of all files by checksum. A warning is logged for each of the settings `data`, which determine the
+    order of samples, that has changed. Raises ConfigError if the checkpoint is damaged or holds another model.
+    `load_foreign` loads that of another program, where `samples_before` has its meaning.
     """
     if writer := writer_of(checkpoint):
         return load_foreign(checkpoint, writer, state, samples_before)

@@ -1,6 +1,5 @@
 """Recovery of a run: checkpoints that it saves, resumes from and rolls back to, and the lock on its folder."""
 
-import hashlib
 import logging
 import secrets
 from collections.abc import Callable, Mapping
@@ -8,20 +7,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from gpt.builder.train_state import TrainState
 from gpt.checkpoint.checkpoint import TO_DISK, RunSaver, load
 from gpt.checkpoint.export import LiveExports
-from gpt.checkpoint.folder import Kept, find, newest, remove_partial, set_aside_later, step_in_name
+from gpt.checkpoint.folder import Kept, checkpoint_name, find, newest, remove_partial, set_aside_later, step_in_name
 from gpt.checkpoint.layout import Progress
 from gpt.checkpoint.snapshots import Snapshots
 from gpt.run_folder.files import CHECKPOINTS, CONFIG, WEIGHTS, cut_metrics, start_run
 from gpt.run_folder.lock import RunLock
 from gpt.settings.run import CheckpointSettings
 from parallel.errors import ConfigError
-from parallel.mesh import Mesh
-from parallel.store import shared_store
+from parallel.store import Decisions, shared_store
 from zero.state.writer import SaveError
 
 logger = logging.getLogger(__name__)
@@ -48,6 +44,7 @@ class Recovery:
         self._config, self._run_dir = config, run_dir
         self._state, self._data, self._say = state, data, say
         self._is_first = state.mesh.rank == 0
+        self._decisions = Decisions(state.mesh.rank, state.mesh.size)
         self._lock, kept = RunLock(self._run_dir), Kept(config.keep, config.keep_every)
 
         def on_complete(saved: Path) -> None:
@@ -60,7 +57,7 @@ class Recovery:
         )
         self._snapshots = Snapshots(config, run_dir, state, data, on_chunk) if config.snapshot_every else None
         self._weights = LiveExports(state, run_dir / WEIGHTS, kept, data) if config.weights else None
-        self._saved_step: int | None = None
+        self._saved_step: int | None = None  # of the newest checkpoint in the folder, saved or loaded
         self._failure: SaveError | None = None  # the error of the last save
 
     @property
@@ -85,15 +82,12 @@ class Recovery:
         # locked below: nothing is created if loading fails.
         if self._is_first and self._run_dir.exists():
             self._lock.take()
-        progress, found = Progress(run=_new_name()), find(self._folder, self._config.resume)
-        if not _all_ranks_have(self._state.mesh, str(found)):
-            raise ConfigError(
-                f"rank {self._state.mesh.rank} would resume from {found}, another rank from elsewhere; put "
-                f"run.dir={self._run_dir} on a file system that all nodes share"
-            )
+        progress, found = Progress(run=_new_name()), self._choose(find(self._folder, self._config.resume))
         progress, source = self._load(found, samples_before) or (progress, None)
         if source:
             self._say(f"resumed from {source}, after step {progress.step}")
+            if source.resolve() == (self._folder / checkpoint_name(progress.step)).resolve():
+                self._saved_step = progress.step
         if self._snapshots:
             self._snapshots.delete_after(progress.step)
         if self._is_first:
@@ -105,6 +99,23 @@ class Recovery:
         # Before any rank saves: the first one has removed what interrupted saves have left.
         self._state.mesh.barrier()
         return progress
+
+    def _choose(self, own: Path | None) -> Path | None:
+        """Return the newest of what ranks have found, by their listings: those of a file server may be old on some.
+
+        Raises ConfigError unless all ranks have it.
+        """
+        step, path = self._decisions.decide([(step_in_name(own) or 0) if own else -1, str(own)], max)
+        if step < 0:
+            return None
+        chosen = Path(path)
+        has_it = self._decisions.decide(chosen.exists(), list)
+        if not all(has_it):
+            raise ConfigError(
+                f"rank {has_it.index(False)} does not have {chosen}, from which another rank would go on; put "
+                f"run.dir={self._run_dir} on a file system that all nodes share"
+            )
+        return chosen
 
     def _load(self, found: Path | None, samples_before: Callable[[int], int]) -> tuple[Progress, Path] | None:
         """Load the newest snapshot if it is newer than the checkpoint `found`, else that, and return which."""
@@ -151,7 +162,7 @@ class Recovery:
         The samples since that checkpoint are thus left out. Raises ConfigError if there is no checkpoint.
         """
         self._settle()
-        found = newest(self._folder)
+        found = self._choose(newest(self._folder))
         if found is None:
             raise ConfigError(
                 f"guard.policy=roll_back found no checkpoint with checkpoint.every={self._config.every}; save more "
@@ -184,14 +195,3 @@ class Recovery:
 def _new_name() -> str:
     """Return a random name for a run that begins, the same on all ranks."""
     return shared_store().compare_set("run", "", secrets.token_hex(6)).decode()
-
-
-def _all_ranks_have(mesh: Mesh, text: str) -> bool:
-    """Return True if all ranks of the run have the same text. Waits for the device."""
-    # A 32-bit number, so that its sum over all ranks is exact in float64.
-    number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
-    device = "cuda" if torch.cuda.is_initialized() else "cpu"
-    total = torch.tensor(number, dtype=torch.float64, device=device)
-    for axis in (mesh.data, mesh.tensor):
-        axis.all_reduce(total, out=total).wait()
-    return total.item() == number * mesh.size

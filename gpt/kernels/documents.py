@@ -44,13 +44,14 @@ class Documents(NamedTuple):
     def attention(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, scale: float | None = None) -> Tensor:
         """Return causal attention inside each document of (batch, heads, seq, head_dim) tensors."""
         options: dict[str, Any] = {} if scale is None else {"scale": scale}
-        if k.shape[1] < q.shape[1]:
-            options["enable_gqa"] = True
+        grouped = {"enable_gqa": True} if k.shape[1] < q.shape[1] else {}
         if self.mask is not None:
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask, dropout_p=dropout, **options)
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask, dropout_p=dropout, **grouped, **options)
         # Imported here: it registers operators, which takes time, and older versions of torch do not have it.
         from torch.nn.attention.varlen import varlen_attn
 
+        if "enable_gqa" in (varlen_attn.__kwdefaults__ or {}):  # torch 2.11 groups heads untold
+            options |= grouped
         num_sequences, _, seq_length, _ = q.shape
         q, k, v = (part.transpose(1, 2).flatten(0, 1) for part in (q, k, v))  # (tokens, heads, head_dim), no copies
         starts, longest = self.starts, seq_length  # no stretch is longer than a sequence

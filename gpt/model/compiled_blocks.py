@@ -24,21 +24,25 @@ Backend = str | Callable[..., Any]
 
 
 def compile_blocks(
-    model: GPT, recomputes: Recomputation, backend: Backend = "inductor", may_break: bool = False
+    model: GPT,
+    recomputes: Recomputation,
+    backend: Backend = "inductor",
+    may_break: bool = False,
+    options: dict[str, Any] | None = None,
 ) -> None:
     """Compile what each block computes in training, as one graph, or two.
 
     If blocks are computed again in backward, the last product of each stays outside: inside a graph, it could not be
     left out there. Attention stays outside if a tensor rank draws random numbers of its own for its dropout, or if its
     heads are exchanged over a context: a graph ends before it and another begins after it. With `may_break`, graphs
-    also end where something cannot be traced.
+    also end where something cannot be traced. `options` are those of the backend.
     """
     draws_apart = model.config.dropout > 0 and model.tokens.axis.size > 1
     attends_outside = draws_apart or model.tokens.context.size > 1
     make_traceable(model.blocks)
 
     def compiled(method: Callable[..., Any], block: Block) -> Callable[..., Any]:
-        return torch.compile(MethodType(method, block), backend=backend, fullgraph=not may_break)
+        return torch.compile(MethodType(method, block), backend=backend, fullgraph=not may_break, options=options)
 
     for block in model.blocks:
         assert isinstance(block, Block)

@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count
@@ -72,7 +73,7 @@ def cut_metrics(folder: Path, last_step: int) -> None:
         partial = metrics.with_suffix(".partial")
         partial.write_bytes(kept)
         original = first_free(metrics.with_suffix(".{}.jsonl"))
-        metrics.rename(original)
+        shutil.copyfile(metrics, original)  # not renamed, so that the old file stays until the new one replaces it
         partial.replace(metrics)
     except OSError as error:
         raise ConfigError(

@@ -185,7 +185,8 @@ def _merged(*layers: Layer) -> Layer:
     merged: Layer = {}
     for layer in layers:
         for name, given in layer.items():
-            for other in [other for other in merged if other.startswith(f"{name}.") or name.startswith(f"{other}.")]:
+            others = merged if name in GROUPS else merged.keys() & GROUPS.keys()  # a setting is below null groups only
+            for other in [other for other in others if other.startswith(f"{name}.") or name.startswith(f"{other}.")]:
                 del merged[other]
             merged[name] = given
     return merged

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from parallel import watchdog
 from parallel.errors import ConfigError
 from parallel.launch.membership import (
+    ABORTED,
     Limits,
     Peers,
     Record,
@@ -94,9 +95,10 @@ class Ranks:
         """Return None while the ranks run, 0 after all have ended well, else the exit code of one that has failed."""
         codes = [process.poll() for process in self._processes]
         failed = [code if code > 0 else 128 - code for code in codes if code]
-        # The reason before its consequences: a rank that has lost another one says so by the watchdog's code.
+        # The reason before its consequences: a rank that has lost another one says so by the watchdog's code, or is
+        # aborted by that of NCCL.
         if failed:
-            return min(failed, key=lambda code: (code != EXIT_USER_ERROR, code == watchdog.EXIT_CODE))
+            return min(failed, key=lambda code: (code != EXIT_USER_ERROR, code == watchdog.EXIT_CODE, code == ABORTED))
         return None if None in codes else 0
 
     def send(self, number: int) -> None:

@@ -11,6 +11,7 @@ to outlive the others.
 """
 
 import json
+import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,7 @@ from urllib.parse import quote, unquote
 from parallel import watchdog
 from parallel.launch.node_facts import MARK_POLL_SECONDS, seconds_ahead, sees
 
+ABORTED = 128 + signal.SIGABRT  # the exit code of a rank that torch's watchdog of NCCL has ended
 FACTS = "/facts?"
 REPLY_SECONDS = 2.0  # for which a reply is awaited
 SILENT_SECONDS = 6.0  # after which a node that does not answer is lost; one that refuses connections is lost at once
@@ -150,19 +152,23 @@ def _account(last: Record, found: Found) -> tuple[dict[str, int], int]:
     """Return (failures by node, number of restarts) after the end of a start.
 
     The failures are those of the nodes that were lost, and of those whose ranks failed first: ranks that end because
-    others were lost say so by their exit code. If no node was lost, the failure of ranks counts as a restart.
+    others were lost say so by their exit code. NCCL's watchdog aborts such ranks, and also a rank whose own GPU has
+    failed: a node with that code is to blame only if there is no other reason, and no other such node. If no node was
+    lost, the failure of ranks counts as a restart.
     """
-    failures, num_lost, has_failed = dict(last.failures), 0, False
+    lost, codes = [], {}
     for node in last.members:
         record = found.get(node)
         if record is None or not last.has_member(record):
-            num_lost += 1
-            failures[node] = failures.get(node, 0) + 1
+            lost.append(node)
         elif record.start == last.start and record.code is not None:
-            has_failed = True
-            if record.code != watchdog.EXIT_CODE:
-                failures[node] = failures.get(node, 0) + 1
-    return failures, last.num_restarts + (has_failed and not num_lost)
+            codes[node] = record.code
+    aborted = [node for node, code in codes.items() if code == ABORTED]
+    at_fault = [*lost, *(node for node, code in codes.items() if code not in (ABORTED, watchdog.EXIT_CODE))]
+    failures = dict(last.failures)
+    for node in at_fault or (aborted if len(aborted) == 1 else []):
+        failures[node] = failures.get(node, 0) + 1
+    return failures, last.num_restarts + bool(codes and not lost)
 
 
 def _reached(found: Found) -> list[Record]:

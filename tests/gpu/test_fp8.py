@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import zero.fp8
+from parallel.torch_internals import options_of_exact_division
 from tests.gpu.waiting import waiting_is_an_error
 from zero.fp8.kernels import KERNELS, Device, emulated, launched, refusal
 from zero.fp8.scaling import RECIPES, quantize
@@ -63,3 +64,25 @@ def test_codes_of_a_gpu_are_those_of_a_cpu(gpu):
             found, expected = (quantize(m, row, is_weight=is_weight) for m in (matrix, matrix.cpu()))
             assert found.codes.view(torch.uint8).cpu().equal(expected.codes.view(torch.uint8))
             assert found.scales.cpu().equal(expected.scales)
+
+
+def test_compiled_codes_of_weights_are_those_of_eager_code(gpu):
+    if not (options := options_of_exact_division()):
+        pytest.skip("this torch cannot compile exact quotients")
+    compiled = torch.compile(quantize, options=options)
+    _, weight, _ = operands(gpu)
+    for row in RECIPES.values():
+        if row.same_transposed:  # the recipes that gather codes
+            found, expected = (function(weight, row, is_weight=True) for function in (compiled, quantize))
+            assert found.codes.view(torch.uint8).equal(expected.codes.view(torch.uint8))
+            assert found.scales.equal(expected.scales)
+
+
+@pytest.mark.parametrize("recipe", KERNELS, indirect=True)
+def test_a_compiled_product_is_that_of_eager_code_with_padded_scales_too(gpu, recipe):
+    x, weight = (torch.randn(rows, 768, device=gpu, dtype=torch.bfloat16) for rows in (TOKENS, ROWS))
+    a, b = quantize(x, RECIPES[recipe]), quantize(weight, RECIPES[recipe], is_weight=True)
+    found, expected = (
+        function(a, b, torch.bfloat16, use_fast_accum=False) for function in (torch.compile(launched), launched)
+    )
+    assert found.equal(expected)

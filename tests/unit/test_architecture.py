@@ -1,18 +1,23 @@
 """The rules of the architecture, checked on the source itself; each rule is first shown a source that breaks it."""
 
 import ast
+import gc
 import graphlib
 import re
+import runpy
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import fields
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
+from unittest import mock
 
 import pytest
 
 from gpt.settings.settings import Settings
+from tests.programs import start_forked, wait_for_end
 from tests.source_files import PACKAGES, ROOT, Module, all_modules, imported_files
 
 # What each room may import beside itself, from the lowest floor to the highest: only rooms above it in this table.
@@ -367,6 +372,18 @@ def test_the_web_toolkit_named_apex_is_not_required(name: str):
     requirement = re.compile(r'^\s*"?apex\b', re.MULTILINE)
     assert requirement.search('torch\n    "apex>=0.9",')
     assert not requirement.search((ROOT / name).read_text())
+
+
+def start_and_show_help() -> None:
+    with suppress(SystemExit), mock.patch.object(sys, "argv", ["pretrain_gpt.py", "--help"]):
+        runpy.run_path(str(ROOT / "pretrain_gpt.py"), run_name="__main__")
+    sys.stdout.write(f"{gc.isenabled()} {gc.get_freeze_count() > 100_000}")
+
+
+def test_the_garbage_collector_of_a_run_never_visits_what_was_imported(tmp_path: Path):
+    said = tmp_path / "said"
+    assert wait_for_end(start_forked(said, start_and_show_help)) == 0
+    assert said.read_text().splitlines()[-1] == "True True"
 
 
 def test_a_rank_starts_without_what_it_may_never_use():

@@ -2,8 +2,8 @@
 
 staged       this rank's full gradients: memory of their own for the whole run, or a buffer from a small pool
 message      `staged`, or its cast if gradients are reduced in another type; the sum over ranks replaces a shard of it
-group_shard  this rank's shard of the sum over its group: a view of `staged` if that persists and the shard is placed on
-             the accelerator, else memory of its own
+group_shard  this rank's shard of the sum over its group and micro-batches, times 1/N unless there are groups: a view of
+             `staged` if that persists and the shard is placed on the accelerator, else memory of its own
 owned        the part of it that this rank owns, a view; in the end the mean over all data ranks
 """
 
@@ -99,13 +99,13 @@ class Held(Enum):
     """The content of a shard of gradients between two reductions."""
 
     NOTHING = "no gradient"
-    SUM = "the sum of micro-batches, to which the next reduction is added; after the last one the mean, if not MEAN"
-    MEAN = "the mean of a step, after which a further backward begins anew: if full gradients persist, or with groups"
+    SUM = "the sum of micro-batches, to which the next one is added: times 1/N, or undivided with groups or leaves"
+    MEAN = "the mean of a step, if a further backward begins anew: with persistent full gradients, groups or leaves"
     SET_ASIDE = "nothing more: the mean of a step was copied, and is added to the next one"
 
 
 class GradShard:
-    """The gradients of one bucket: written as they arrive, reduced from a message, and then a shard of their sum.
+    """The gradients of one bucket: written as they arrive, reduced from a message, and then a shard of their mean.
 
     `held` is independent of `staging`: with accumulation, `group_shard` holds the sum of earlier micro-batches while
     the gradients of the next one are staged.
@@ -207,7 +207,10 @@ class GradShard:
         self.blocks.push(copy.copy_(values))
 
     def set_aside(self) -> None:
-        """Keep a reduced gradient while full gradients are staged again; the next reduction adds it."""
+        """Keep a reduced gradient while full gradients are staged again; the next reduction adds it.
+
+        Call `Offload.synchronize` first if the owned shard is in host memory: the host reads it.
+        """
         self.held = Held.SUM
         # The next gradients overwrite it, or are added to it and divided by the number of their micro-batches.
         if self.path.owns_staged or self.path.has_groups or self.path.policy.adds_leaves:

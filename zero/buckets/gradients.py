@@ -8,14 +8,15 @@
     Reductions         launches and receives; the BufferPool has the memory that does not persist
     Axis               reduce-scatter in the group, and, once a step, a reduction between groups: the sum replaces
                        the shard of the message (sums in fp32 by way of receive buffers)     `message_shard`
-    GradShard          sets, or adds to, the shard, times 1/N (after the groups' sum)    `group_shard`, `owned`
+    GradShard          sets, or adds to, the shard, times 1/N (with groups at the end)   `group_shard`, `owned`
     Offload            copies the shard to host memory, if it is placed there
 
 If messages are in fp16, 1/sqrt(N) is applied before the reduction, and the rest after it. What is `owned` then is the
 mean over the data ranks. `ZeroOptimizer.step` adds the tensor ranks' parts to it, of those parameters whose gradients
-are partial along the tensor axis (parallel/tensor/gradient_sums.py), before the norm. In two cases a hook adds them
-before `Passes` takes the gradient: if `ZeroOptimizer` has no `tensor` axis, or if `sum_over_ranks` is "leaves".
-The message is what ranks send: the full gradients of a bucket, or their cast to `reduce_dtype`.
+are partial along the tensor axis (parallel/tensor/gradient_sums.py), before the norm; this sum is not divided by the
+number of tensor ranks. In two cases a hook adds them before `Passes` takes the gradient: if `ZeroOptimizer` has no
+`tensor` axis, or if `sum_over_ranks` is "leaves". The message is what ranks send: the full gradients
+of a bucket, or their cast to `reduce_dtype`.
 
 If full gradients persist, every bucket has staging memory of its own for the whole run; the owned shard is a view of it
 (stage 1: 4 + 12/N bytes a parameter), or separate memory if it is on the host. If they are transient, a bucket takes
@@ -164,14 +165,15 @@ class GradientReducer:
                 return
         if self._backward is BackwardState.REDUCING:
             raise ValueError("the backward before this one broke off; call `optimizer.zero_grad()` before the next one")
-        reduced = [bucket.grads for bucket in self._order.buckets if bucket.grads.held is Held.MEAN]
-        if any(grads.path.persists for grads in reduced) and self.users.all_await:
+        reduced = [bucket for bucket in self._order.buckets if bucket.grads.held is Held.MEAN]
+        if any(bucket.grads.path.persists for bucket in reduced) and self.users.all_await:
             raise ValueError(
                 "a second backward after the gradients were reduced; run every backward of a step but the last "
                 "inside `with model.accumulate():`"
             )
-        for grads in reduced:  # one of several optimizers has stepped: the gradients of the others are added up
-            grads.set_aside()
+        self.reductions.let_host_use(reduced)
+        for bucket in reduced:  # gradients that an optimizer still awaits are added up
+            bucket.grads.set_aside()
         self._order.restart()
         self.users.restart()
         # Last of all: a backward that is refused must not leave anything to end.
@@ -259,7 +261,7 @@ class GradientReducer:
             self.clear()
             return True
         self.end()
-        self.reductions.allow_host_writes(self._order.buckets)
+        self.reductions.let_host_use(self._order.buckets)
         self.used -= self.users.params_of[optimizer]
         for bucket in self._order.buckets:
             bucket.grads.discard(self.users.params_of[optimizer])

@@ -1,7 +1,10 @@
 """The reductions that are under way: launched in a group and between groups, and received in the same order.
 
-in each micro-batch that reduces    message -> reduce-scatter in the group, in place -> added to `group_shard`
-and in the last one of a step       message + `group_shard` -> reduced between groups, in place -> times 1/N -> `owned`
+without groups, in each micro-batch that reduces
+    message -> reduce-scatter, in place -> times 1/N -> added to `group_shard`
+with groups, in those before the last of a step, and in the last one; in stage 0 each rank is a group
+    message -> reduce-scatter in the group, in place -> added to `group_shard`
+    message -> the same, + `group_shard` -> reduced between groups, in place -> times 1/N -> `owned`
 
 Between groups, the ranks that own the same elements all-reduce their shards; if they own a part each, they
 reduce-scatter them. Sums that a kernel adds up (`Axis.reduce_scatter` in fp32) run on a side stream.
@@ -173,8 +176,8 @@ class Reductions:
         self.staging.free()
         self.host_staging.free()
 
-    def allow_host_writes(self, buckets: Sequence[Bucket]) -> None:
-        """Let the host overwrite owned shards: it waits for their copies, if some are in its memory."""
+    def let_host_use(self, buckets: Sequence[Bucket]) -> None:
+        """Let the host read and write owned shards: it waits for their copies, if some are in its memory."""
         if any(bucket.grads.placement is Placement.HOST for bucket in buckets):
             self._offload.synchronize()
 

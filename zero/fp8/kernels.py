@@ -6,7 +6,7 @@ they accept what CUDA refuses. The rows follow torch's CUDA sources (`_scaled_mm
 
 from collections.abc import Mapping
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -97,10 +97,24 @@ def launched(a: Scaled, b: Scaled, dtype: torch.dtype, *, use_fast_accum: bool) 
     num_rows, a = len(a.codes), _with_whole_rows(a)
     (of_a, scales_a), (of_b, scales_b) = _scaling(a, by_rows=True), _scaling(b, by_rows=False)
     use_fast_accum &= of_a is not ScalingType.BlockWise1x128
-    product = scaled_mm(
-        a.codes, b.codes.t(), scales_a, of_a, scales_b, of_b, output_dtype=dtype, use_fast_accum=use_fast_accum
-    )
+    multiply = _opaque_scaled_mm if torch.compiler.is_compiling() else _scaled_mm
+    kinds = [of_a.value, of_b.value]
+    product = multiply(a.codes, b.codes.t(), [scales_a, scales_b], kinds, dtype, use_fast_accum)
     return product if len(product) == num_rows else product[:num_rows].clone()  # a view could not be changed in place
+
+
+def _scaled_mm(a: Tensor, b: Tensor, scales: list[Tensor], kinds: list[int], dtype: torch.dtype, fast: bool) -> Tensor:
+    of_a, of_b = map(ScalingType, kinds)
+    return scaled_mm(a, b, scales[0], of_a, scales[1], of_b, output_dtype=dtype, use_fast_accum=fast)
+
+
+# Inductor of torch 2.13 calls another kernel, which finds the kinds from the shapes of scales, and refuses padded ones.
+_opaque_scaled_mm = torch.library.custom_op("zero::scaled_mm", _scaled_mm, mutates_args=())
+
+
+@_opaque_scaled_mm.register_fake
+def _(a: Tensor, b: Tensor, _scales: Any, _kinds: Any, dtype: torch.dtype, _fast: bool) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[1], dtype=dtype)
 
 
 def _with_whole_rows(a: Scaled) -> Scaled:

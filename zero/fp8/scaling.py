@@ -108,8 +108,10 @@ def scale_of(amax: Tensor, largest: float = LARGEST["e4m3"]) -> Tensor:
     They are normal numbers: a kernel may take a subnormal one for zero, and its reciprocal overflows. Values below the
     smallest normal number times `largest` get smaller codes instead.
     """
-    scales = torch.where(amax == 0, torch.ones_like(amax), (amax / largest).clamp(min=SMALLEST_NORMAL))
-    return torch.where(amax.isfinite(), scales, torch.full_like(scales, math.nan))
+    codes = torch.full_like(amax, largest)
+    # A tensor that is not constant: of other divisors, CUDA and inductor take the reciprocal, and round twice.
+    divisors = torch.where(amax.isfinite(), codes, torch.full_like(amax, math.nan))
+    return (torch.where(amax == 0, codes, amax) / divisors).clamp(min=SMALLEST_NORMAL)
 
 
 def quantize(matrix: Tensor, recipe: Recipe, *, is_weight: bool = False) -> Scaled:

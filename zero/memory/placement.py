@@ -134,14 +134,16 @@ class Offload:
 
         Wait on the `Work` before `out` is read. A copy of `source` to the host may still be running. If the dtypes are
         equal, `source` is read asynchronously: the host calls `synchronize` before it overwrites `source`. If they
-        differ, `source` is cast into a buffer first, and may be overwritten when this returns.
+        differ, the host casts `source` into a buffer first, and may overwrite it when this returns.
         """
-        cast = None
+        cast, landing = None, self._landing.pop(storage_id(source.untyped_storage()), None)
         if source.dtype != out.dtype:
+            if landing:
+                self._to_host.host_work().wait()
             cast = self._casts.take(out.dtype, out.numel())
             source = cast[: source.numel()].copy_(source)
         with self._to_accelerator.context():
-            if landing := self._landing.pop(storage_id(source.untyped_storage()), None):
+            if landing:
                 landing.wait()  # first: a copy to the host may still write `source`
             out.copy_(source, non_blocking=True)
             followed = then()

@@ -1,9 +1,9 @@
 """The messages by which some matrices reach the ranks that compute them, and by which the results return.
 
-    owned stretches      | for replica 0: rank 0 .... | rank 1 .. |0| for replica 1: rank 0 .. | ...  | 0 |
+    owned stretches      | for replica 0: rank 0 .... | rank 1 .. | kept |0| for replica 1: rank 0 .. | ... | 0 |
                                                                          its own part: all-to-all along the shard axis
     received stretches   | from rank 0 ... | from rank 1 ...... | ...    of the matrices of this shard rank
-    parts                | for tensor rank 0 .... | for rank 1 ... |     each matrix in one piece
+    parts                | for tensor rank 0 .... | for rank 1 ... |     each matrix in one piece, also of what is kept
                                                                          all-to-all along the tensor axis
     whole matrices       | from tensor rank 0 ... | from rank 1 ... |    put together, computed, and taken apart again
 
@@ -22,8 +22,8 @@ from torch import Tensor
 
 from parallel.autograd_internals import foreach_copy_
 from parallel.mesh import Axis, Work
-from zero.optimizers.matrices import Assignment, Matrix, Runs
-from zero.partition.layout import Layout, cut
+from zero.optimizers.matrices import Assignment, Matrix, Runs, numbers_by_param, owned_by_all
+from zero.partition.layout import Layout, cut, shifted
 from zero.step.assembled_updates import Axes
 from zero.step.pieces import Piece
 
@@ -99,15 +99,13 @@ class MatrixExchange:
         pieces: Iterable[Piece],
         axes: Axes,
     ):
-        self.matrices, self.assignment, self._layouts = matrices, assignment, list(layouts)
+        self.matrices, self.assignment, self._layouts, self._chosen = matrices, assignment, list(layouts), chosen
         shard, self.by_replica, tensor = axes
         data_rank = self.by_replica.rank * shard.size + shard.rank
         self.stretches: defaultdict[Piece, list[Stretch]] = defaultdict(list)
-        self._received: list[tuple[range, range]] = []  # of each stretch (place in parts, in the message)
-        # The numbers of the matrices of each parameter, in ascending order.
-        self.of_param: defaultdict[str, list[int]] = defaultdict(list)
-        for number in sorted(chosen):
-            self.of_param[matrices[number].param].append(number)
+        # Of each stretch (place in parts, in the received message or among owned stretches).
+        self._received: list[tuple[range, range]] = []
+        self._kept: list[tuple[range, range]] = []
         own = sorted((n for n in chosen if assignment.places[n][0] == data_rank), key=lambda n: matrices[n].kind)
         in_parts = self._plan_parts(own, tensor)
         self._plan_stretches(pieces, in_parts, shard)
@@ -118,8 +116,8 @@ class MatrixExchange:
         return [number for batch in self._batches for number in batch.numbers]
 
     @property
-    def own_part(self) -> range:
-        """The elements of owned stretches whose matrices are computed by this replica."""
+    def sent_part(self) -> range:
+        """The elements of owned stretches whose matrices are computed by other shard ranks of this replica."""
         start = self.by_replica.rank * self._part_numel
         return range(start, start + sum(self.by_shard.sent_numels))
 
@@ -138,23 +136,26 @@ class MatrixExchange:
         """Return the number of elements that each data rank sends to other shard ranks, there and back."""
         num_shards = self.by_shard.axis.size
         found = [0] * (num_shards * self.by_replica.size)
-        for owner, number, _, runs in self._owned_by_all({n for numbers in self.of_param.values() for n in numbers}):
+        for owner, number, _, runs in owned_by_all(self.matrices, self._chosen, self._layouts):
             replica, computing = divmod(self.assignment.places[number][0], num_shards)
             if computing != owner:
                 found[replica * num_shards + owner] += runs.numel
                 found[replica * num_shards + computing] += runs.numel
         return found
 
-    def gather_parts(self, received: Tensor) -> Tensor:
-        """Return the parts of this shard rank's matrices, each in one piece, in the order of the second message."""
+    def gather_parts(self, received: Tensor, owned: Tensor) -> Tensor:
+        """Return the parts of this shard rank's matrices, each in one piece, in the order of the second message.
+
+        `owned` are all owned stretches, of which some are kept.
+        """
         parts = received.new_empty(sum(self.by_tensor.sent_numels))
-        foreach_copy_(*self._pairs(parts, received))
+        foreach_copy_(*self._pairs(parts, received, owned))
         return parts
 
-    def scatter_parts(self, parts: Tensor, received: Tensor) -> None:
+    def scatter_parts(self, parts: Tensor, received: Tensor, owned: Tensor) -> None:
         """Do the opposite of `gather_parts`."""
-        in_parts, in_received = self._pairs(parts, received)
-        foreach_copy_(in_received, in_parts)
+        in_parts, sources = self._pairs(parts, received, owned)
+        foreach_copy_(sources, in_parts)
 
     def batches(self, wholes: Tensor, *, max_size: int | None = None) -> Iterator[tuple[list[int], list[Tensor]]]:
         """Iterate over batches of at most `max_size` matrices: their numbers, and their parts by tensor ranks.
@@ -169,40 +170,37 @@ class MatrixExchange:
             for first in range(0, len(batch.numbers), size):
                 yield batch.numbers[first : first + size], [part[first : first + size] for part in parts]
 
-    def _pairs(self, parts: Tensor, received: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Return views of both tensors for each stretch; there is at least one, which is empty."""
-        in_parts = [cut(parts, place) for place, _ in self._received]
-        in_received = [cut(received, place) for _, place in self._received]
-        return [parts[:0], *in_parts], [received[:0], *in_received]
-
-    def _runs(self, name: str, elements: range) -> Iterator[tuple[int, int, Runs]]:
-        """Yield (matrix, first element in it, runs) of all matrices among some elements of a parameter."""
-        for number in self.of_param.get(name, ()):
-            for runs, start in self.matrices[number].runs_in(elements):
-                yield number, start, runs
-
-    def _owned_by_all(self, chosen: Set[int]) -> Iterator[tuple[int, int, int, Runs]]:
-        """Yield (owner, matrix, first element in it, runs) of the stretches of chosen matrices that all ranks own."""
-        for layout in self._layouts:
-            for span in layout.spans:
-                if chosen.isdisjoint(self.of_param.get(span.name, ())):
-                    continue
-                first = span.elements.start
-                for rank, part in layout.shards(span.elements):
-                    for number, start, runs in self._runs(span.name, range(part.start - first, part.stop - first)):
-                        if number in chosen:
-                            yield rank, number, start, runs
+    def _pairs(self, parts: Tensor, received: Tensor, owned: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Return views for each stretch, in the parts and where it comes from, of which the first ones are empty."""
+        in_parts, sources = [parts[:0]], [received[:0]]
+        for source, places in ((received, self._received), (owned, self._kept)):
+            in_parts += [cut(parts, place) for place, _ in places]
+            sources += [cut(source, place) for _, place in places]
+        return in_parts, sources
 
     def _plan_stretches(self, pieces: Iterable[Piece], in_parts: dict[int, range], axis: Axis) -> None:
-        """Plan the first message: the stretches that this rank owns, to the shard ranks that compute their matrices."""
+        """Plan the first message: the stretches that this rank owns, to the shard ranks that compute their matrices.
+
+        Those of matrices that it computes itself are kept, behind the others.
+        """
         ranks, replica = self.assignment.places, self.by_replica
-        sent = [(piece, *found) for piece in pieces for found in self._runs(piece.name, piece.in_param)]
-        received = list(self._owned_by_all(in_parts.keys()))
-        to_ranks = [(ranks[number][0], runs.numel) for _, number, _, runs in sent]
-        in_sent, numels = arranged(to_ranks, replica.size * axis.size)
-        numels_of_replicas = [numels[first : first + axis.size] for first in range(0, len(numels), axis.size)]
+        of_param = numbers_by_param(self.matrices, self._chosen)
+        sent = [
+            (piece, number, start, runs)
+            for piece in pieces
+            for number in of_param.get(piece.name, ())
+            for runs, start in self.matrices[number].runs_in(piece.in_param)
+        ]
+        received = [found for found in owned_by_all(self.matrices, in_parts, self._layouts) if found[0] != axis.rank]
+        num_parts = axis.size + 1  # of each replica
+        of_sent = []  # the part of each stretch, and its length
+        for _, number, _, runs in sent:
+            computing_replica, rank = divmod(ranks[number][0], axis.size)
+            of_sent.append((computing_replica * num_parts + (axis.size if rank == axis.rank else rank), runs.numel))
+        in_sent, numels = arranged(of_sent, replica.size * num_parts)
+        numels_of_replicas = [numels[first : first + num_parts] for first in range(0, len(numels), num_parts)]
         self._part_numel = max(sum(of_replica) for of_replica in numels_of_replicas)
-        sent_numels = numels_of_replicas[replica.rank]
+        sent_numels = numels_of_replicas[replica.rank][: axis.size]
         before = [0, *accumulate(sum(of_replica) for of_replica in numels_of_replicas)]
         in_received, received_numels = arranged([(rank, runs.numel) for rank, _, _, runs in received], axis.size)
         for (piece, number, start, runs), place in zip(sent, in_sent, strict=True):
@@ -210,11 +208,11 @@ class MatrixExchange:
             moved = computing * self._part_numel - before[computing]
             place = range(place.start + moved, place.stop + moved)
             self.stretches[piece].append(Stretch(number, start, runs, place, computing == replica.rank))
+            if number in in_parts:
+                self._kept.append((shifted(range(start, start + runs.numel), -in_parts[number].start), place))
         for (_, number, start, runs), place in zip(received, in_received, strict=True):
-            first = in_parts[number].start + start
-            self._received.append((range(first, first + runs.numel), place))
-        chosen = (number for numbers in self.of_param.values() for number in numbers)
-        of_replica = (number for number in chosen if ranks[number][0] // axis.size == replica.rank)
+            self._received.append((shifted(range(start, start + runs.numel), -in_parts[number].start), place))
+        of_replica = (number for number in self._chosen if ranks[number][0] // axis.size == replica.rank)
         total = sum(self.matrices[number].numel for number in of_replica)
         self.by_shard = Message(axis, sent_numels, received_numels, total)
 

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from parallel.torch_internals import active_dispatch_modes
 from zero.optimizers.cautious_adamw import CautiousAdamW
 from zero.step.atoms import ELEMENT, Atom
 
@@ -76,8 +77,15 @@ class GroupedAdamW(CautiousAdamW):
         return self._flags[key]
 
     def skip_flag(self) -> Tensor | None:
-        """Return whether the step is to be skipped; None if no flag has been set."""
-        return None if getattr(self, "found_inf", None) is None else self.if_kept(False, torch.bool, True)
+        """Return whether the step is to be skipped; None if no flag has been set.
+
+        Also None if the flag is on a CPU, where the host reads it at once, and is 0: this spares the kernels that
+        clear gradients.
+        """
+        found_inf = getattr(self, "found_inf", None)
+        if found_inf is None or (found_inf.device.type == "cpu" and not active_dispatch_modes() and not found_inf):
+            return None
+        return self.if_kept(False, torch.bool, True)
 
     def clear_if_skipped(self, grad: Tensor) -> None:
         """Let a gradient be zeros if the step is to be skipped: times a weight of zero, inf would be NaN."""

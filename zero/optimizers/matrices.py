@@ -10,12 +10,14 @@ This file is arithmetic on shapes: it is the same on every rank.
 """
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from parallel.errors import ConfigError
+from zero.partition.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -179,3 +181,54 @@ def assign(
         places[number] = rank, least[0][3] if is_joined else None
     flops_of_ranks = [[flops for flops, _ in of_data_rank] for of_data_rank in loads]
     return Assignment([places[number] for number in range(len(matrices))], flops_of_ranks)
+
+
+def near_owners(
+    assignment: Assignment,
+    matrices: Sequence[Matrix],
+    flops_of: Callable[[Matrix], int],
+    layouts: Iterable[Layout],
+    num_shards: int,
+) -> Assignment:
+    """Return an assignment in which matrices with equal work have changed places, so that less of them is sent.
+
+    Each goes to the rank that owns most of its elements and has a place, beginning with those of which most is owned.
+    """
+    owned = Counter[tuple[int, int]]()  # elements, by (matrix, shard rank)
+    for owner, number, _, runs in owned_by_all(matrices, range(len(matrices)), layouts):
+        owned[number, owner] += runs.numel
+    work = [(flops_of(matrix), matrix.numel, matrix.num_parts) for matrix in matrices]
+    free: defaultdict[tuple[int, ...], defaultdict[int, list[tuple[int, int | None]]]]
+    free = defaultdict(lambda: defaultdict(list))  # places, by work and shard rank
+    for key, place in zip(work, assignment.places, strict=True):
+        free[key][place[0] % num_shards].append(place)
+    places: dict[int, tuple[int, int | None]] = {}
+    for (number, owner), _ in owned.most_common():
+        if number not in places and (of_owner := free[work[number]][owner]):
+            places[number] = of_owner.pop(0)
+    for number, key in enumerate(work):
+        if number not in places:
+            places[number] = next(filter(None, free[key].values())).pop(0)
+    return replace(assignment, places=[places[number] for number in range(len(matrices))])
+
+
+def owned_by_all(
+    matrices: Sequence[Matrix], chosen: Iterable[int], layouts: Iterable[Layout]
+) -> Iterator[tuple[int, int, int, Runs]]:
+    """Yield (owner, matrix, first element in it, runs) of the stretches of chosen matrices that all ranks own."""
+    of_param = numbers_by_param(matrices, chosen)
+    for layout in layouts:
+        for span in layout.spans:
+            first = span.elements.start
+            for rank, part in layout.shards(span.elements) if span.name in of_param else ():
+                for number in of_param[span.name]:
+                    for runs, start in matrices[number].runs_in(range(part.start - first, part.stop - first)):
+                        yield rank, number, start, runs
+
+
+def numbers_by_param(matrices: Sequence[Matrix], chosen: Iterable[int]) -> dict[str, list[int]]:
+    """Return the numbers of chosen matrices, ascending, by the name of their parameter."""
+    of_param: defaultdict[str, list[int]] = defaultdict(list)
+    for number in sorted(chosen):
+        of_param[matrices[number].param].append(number)
+    return of_param

@@ -20,7 +20,7 @@ from parallel.memory_kinds import TensorKind, allocating
 from zero.buckets.bucket import Bucket
 from zero.memory.placement import Offload, Placement
 from zero.optimizers.exchange import MatrixExchange, join, take_apart
-from zero.optimizers.matrices import Assignment, Matrix, assign
+from zero.optimizers.matrices import Assignment, Matrix, assign, near_owners
 from zero.optimizers.matrix_method import WholeMatrixMethod
 from zero.optimizers.owned_matrices import OwnedMatrices
 from zero.partition.layout import cut
@@ -55,25 +55,25 @@ class Round:
         """Launch the message, after the elements that the host has written have been copied."""
         for on_host, on_accelerator in self._copied():
             self._offload.to_accelerator(on_host, out=on_accelerator).wait()
-        own, message = cut(self.on_accelerator, self.exchange.own_part), self.exchange.by_shard
+        sent, message = cut(self.on_accelerator, self.exchange.sent_part), self.exchange.by_shard
         with allocating(TensorKind.BUFFERS):
-            self._received = message.receive_buffer(own)
-        self._work = message.send(own, self._received)
+            self._received = message.receive_buffer(sent)
+        self._work = message.send(sent, self._received)
 
     def compute(self, transform: Callable[[list[int], list[Tensor]], None], max_batch: int | None) -> None:
         """Wait for the message, compute the matrices of this rank, and launch the return of their updates."""
         self._work.wait()
         exchange, received = self.exchange, self._received
         with allocating(TensorKind.BUFFERS):
-            parts = exchange.gather_parts(received)
+            parts = exchange.gather_parts(received, self.on_accelerator)
             wholes = exchange.by_tensor.receive_buffer(parts)
             exchange.by_tensor.send(parts, wholes).wait()
             for numbers, of_tensor_ranks in exchange.batches(wholes, max_size=max_batch):
                 transform(numbers, of_tensor_ranks)
             exchange.by_tensor.send_back(wholes, parts).wait()
-            exchange.scatter_parts(parts, received)
-        own = cut(self.on_accelerator, exchange.own_part)
-        self._work = exchange.by_shard.send_back(received, own)
+            exchange.scatter_parts(parts, received, self.on_accelerator)
+        sent = cut(self.on_accelerator, exchange.sent_part)
+        self._work = exchange.by_shard.send_back(received, sent)
 
     def receive(self) -> None:
         """Wait for the updates, which replicas then give to each other, and copy those of the host to it."""
@@ -123,7 +123,8 @@ class MatrixUpdates(OwnedMatrices):
         # replicas are as long as the longest one: with fewer matrices than ranks they would be mostly padding.
         is_divided = not inner.matrix_state_bytes((1, 1)) and len(self.matrices) >= shard.size * replica.size
         divided = replica if is_divided else replica.without_peers()
-        self.assignment = assign(self.matrices, self.flops_of, shard.size * divided.size, self.tensor.size)
+        even = assign(self.matrices, self.flops_of, shard.size * divided.size, self.tensor.size)
+        self.assignment = near_owners(even, self.matrices, self.flops_of, self.layouts, shard.size)
         own = [piece for of_bucket in self.pieces.values() for piece in of_bucket]
         divided_axes = shard, divided, self.tensor
         self._rounds = [

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from parallel.mesh import Axis
 from parallel.store import has_failed_elsewhere, shared_store, withdraw_reason
+from parallel.torch_internals import time_limit
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +30,7 @@ class HostBarrier:
         if axis.has_peers:
             self._store = shared_store()
             assert axis.group is not None
+            self._limit = time_limit(axis.group).total_seconds() / 2
             group = f"{axis.group.group_name}/{dist.get_global_rank(axis.group, 0)}"
             # The n-th barrier that this rank creates on the group, and so the n-th of every rank.
             number = self._store.add(f"barriers/of/{group}/{dist.get_rank()}", 1)
@@ -69,10 +71,12 @@ class HostBarrier:
             raise BrokenBarrier(
                 f"{self._axis.name} rank {self._axis.rank} {purpose}, {self._axis.name} rank {other} {their_purpose}"
             )
+        # All ranks have arrived here, so none reads the keys of the use before this any more. The store keeps all keys.
+        for key in (str(self._axis.rank), *(("purpose", "arrived", "end") if self._axis.rank == 0 else ())):
+            self._store.delete_key(f"{self._prefix}/{self._num_uses - 1}/{key}")
 
     def _wait_for_end(self, prefix: str, purpose: str, number: float) -> None:
         own = f"{self._axis.name} rank {self._axis.rank} {purpose}"
-        limit = self._store.timeout.total_seconds() / 2  # type: ignore[attr-defined]
         begin, is_silent, pause, told = self._clock(), True, FIRST_PAUSE, ""
         # Not `wait` of the store: torch prints two lines whenever its time is over.
         while not self._is_set(f"{prefix}/end"):
@@ -87,13 +91,13 @@ class HostBarrier:
                 raise BrokenBarrier(f"{own}, {gone}")
             told = newest
             seconds = self._clock() - begin
-            if seconds >= limit:
-                raise BrokenBarrier(f"{own}, and {self._arrived(prefix)} within {limit:g} s")
+            if seconds >= self._limit:
+                raise BrokenBarrier(f"{own}, and {self._arrived(prefix)} within {self._limit:g} s")
             if is_silent and seconds >= SILENT_SECONDS:
                 is_silent = False
                 logger.warning(
                     "%s, and %s within %d s; it waits for the others, at most %g s",
-                    *(own, self._arrived(prefix), seconds, limit),
+                    *(own, self._arrived(prefix), seconds, self._limit),
                 )
 
     def _gone_to(self, number: float) -> str:

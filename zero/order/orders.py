@@ -28,7 +28,10 @@ class ExecutionOrder(Generic[Item]):
         return position < len(self.last) and self.last[position] == item
 
     def record(self, item: Item) -> Sequence[Item]:
-        """Append `item`; return what followed it last time, or nothing if it was not predicted."""
+        """Append `item`; return what followed it last time, or nothing if it was not predicted.
+
+        After a deviation items are predicted again where they stand at the same position as last time.
+        """
         is_predicted = self.predicts(item)
         self.current.append(item)
         return self.last[len(self.current) :] if is_predicted else ()

@@ -1,7 +1,7 @@
 """Saves a model and its optimizer to a folder, and loads them at any stage, on any number of ranks.
 
 FOLDER/layout.json               where each tensor is stored, the optimizer's settings, and `extra`
-rank-00000.safetensors    the flat shards that rank 0 owns, and its random states
+       rank-00000.safetensors    the flat shards that rank 0 owns, its random states, and what is not sharded
 """
 
 import logging

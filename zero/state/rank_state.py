@@ -74,10 +74,7 @@ class RankState:
 
     def owned(self) -> dict[str, Tensor]:
         """Return this rank's shards of the master weights and its optimizer state, by name."""
-        if self.optimizer is None:
-            self.model.wait_for_updates()
-        else:
-            self.optimizer.take_changes()
+        self.model.take_changes()
         numbers = {bucket: number for number, flat in enumerate(self.model.flats) for bucket in flat.buckets}
         state = {f"{number}.{MASTER}.{bucket.shard.start}": bucket.master for bucket, number in numbers.items()}
         if self.optimizer is None:
@@ -174,7 +171,7 @@ class RankState:
                         out = bucket.owned_part(bucket.master, part)
                         saved.read(span.name, MASTER, elements, out=out, tensor=tensor)
         if optimizer is not None:
-            saved.load_by_name(optimizer.matrices.states())
+            saved.load_by_name(optimizer.matrices.states(), self.model.shard_axis.rank, self.mesh.tensor.rank)
             optimizer.matrices.take_loaded()
 
     def number_of_own(self, saved: SavedState) -> int:

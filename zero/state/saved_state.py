@@ -157,14 +157,20 @@ class SavedState:
                     columns = Columns(rows, range(left - saved_start, right - saved_start), saved_numel)
                     self._read_columns(parameter, kind, saved_rank, columns, block[:, left - start : right - start])
 
-    def load_by_name(self, tensors: Mapping[str, Tensor]) -> None:
+    def load_by_name(self, tensors: Mapping[str, Tensor], shard_rank: int, tensor_rank: int) -> None:
         """Fill tensors that one rank each has saved whole, under these names.
 
+        The file of the rank at these coordinates, which has all of them if the layout is the same, is looked at first.
         Raises ConfigError if no file has one of them, or has it in another shape.
         """
-        if not tensors:
-            return
-        ranks = {name: rank for rank in range(self.data_size * self.tensor_size) for name in self.file(rank).entries}
+        # Replicas of these ranks have saved none.
+        num_owners = max(layout.buckets[0].num_shards * layout.buckets[0].num_parts for layout in self._layouts)
+        first, num_files = shard_rank * self.tensor_size + tensor_rank, num_owners * self.tensor_size
+        ranks: dict[str, int] = {}
+        for rank in (number % num_files for number in range(first, first + num_files)):
+            if len(ranks) == len(tensors):
+                break
+            ranks |= dict.fromkeys(tensors.keys() & self.file(rank).entries.keys(), rank)
         for name, out in tensors.items():
             found = self.file(ranks[name]).entries[name].shape if name in ranks else None
             if found != out.shape:
@@ -225,8 +231,11 @@ class SavedState:
         layout, start = self._layouts[parameter.buffer], parameter.elements.start + elements.start
         for shard_rank, owned in layout.shards(range(start, parameter.elements.start + elements.stop)):
             shard = layout.buckets[owned.start // len(layout.buckets[0].elements)].shard(shard_rank)
-            # Weights are stored by shards, and other states by the parts of parameters in them.
+            # The master weights of a shard are one tensor, named by the first element of the shard. Other states have a
+            # tensor for each piece of a parameter, named by the first element of the piece.
             first = shard.start if kind == MASTER else max(shard.start, parameter.elements.start)
+            # The first replica has saved the shards, and it has the first ranks of the data axis: so the number of a
+            # shard is that of a data rank.
             file = self.file(shard_rank * self.tensor_size + saved_rank)
             in_tensor = range(owned.start - first, owned.stop - first)
             yield Stored(file, f"{parameter.buffer}.{kind}.{first}", in_tensor, owned.start - start)

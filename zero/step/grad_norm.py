@@ -55,13 +55,14 @@ class GradNorm:
 
     @property
     def temporary_bytes(self) -> int:
-        """The bytes of the norms of some chunks, each by itself, in a stack and squared, and of a sum; all in fp32.
+        """The bytes of a sum and of the norms of some chunks, each by itself, in a stack and squared; all in fp32.
 
-        In blocks: the squares of a chunk in fp64 with their halves; beside them stand 8 bytes for each block.
+        The sums of all ranks, 4 bytes each, come after them. In blocks: the squares of a chunk in fp64 with their
+        halves; beside them stand 8 bytes for each block.
         """
         if self._num_blocks is not None:
             return 8 * 3 * BLOCKS_CHUNK
-        return 4 * (3 * NUM_NORMS + 1)
+        return 4 * (1 + max(3 * NUM_NORMS, *(axis.size + 1 for axis in self._axes)))
 
     def total(self) -> Tensor:
         """Return the global norm, 0-dim, from the norms of a few chunks at a time (C_B).
@@ -112,9 +113,13 @@ class GradNorm:
         return (sums_of_squares(chunks, totals, self._axes, self._num_blocks).sqrt() / self._loss_scale).to(self._dtype)
 
     def _over_all_ranks(self, squares: Tensor) -> Tensor:
-        """Return the norms, given the sums of squares of this rank, which are overwritten."""
+        """Return the norms, given the sums of squares of this rank.
+
+        All ranks add them in the same order. An all-reduce may add in another one in each group of ranks: replicas
+        would clip by coefficients that differ in the last bit, and nothing makes their master weights equal again.
+        """
         for axis in self._axes:
-            axis.all_reduce(squares, out=squares).wait()
+            squares = axis.gather_by_rank(squares).sum(dim=0)
         return squares.sqrt() / self._loss_scale
 
 

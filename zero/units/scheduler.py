@@ -229,7 +229,10 @@ class UnitScheduler:
             following.start_unshard()
 
     def _keeps(self, unit: Unit) -> bool:
-        """Return whether the unit stays unsharded from forward to backward. See [Note: keeping]."""
+        """Return whether the unit stays unsharded from forward to backward. See [Note: keeping].
+
+        In forward, `orders["backward"].current` is the record of the last backward.
+        """
         orders = self._residency.orders
         if not self._residency.may_keep or is_in_backward() or not torch.is_grad_enabled():
             return False

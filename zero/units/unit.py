@@ -13,8 +13,9 @@
                                                                     known when autograd reads it for the last time
 
 `Unit.release` frees it by `FlatParameters.reshard`. A unit that is prefetched has no reader until it runs; if it never
-does, the end of the next backward frees it, a nested one if it ran there. The update, and loading a checkpoint, shard
-what they write, whatever its readers.
+does, the end of the next backward frees it, a nested one if it ran there. Three callers free parameters whatever their
+readers: `ZeroOptimizer._publishing`, `ZeroDataParallel.loading_masters` and `Unit.unwrap`. [Note: keeping] is in
+zero/units/scheduler.py.
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
@@ -58,7 +59,7 @@ class Unit:
 
     @property
     def is_readable(self) -> bool:
-        """True if the unit has a reader."""
+        """True if the unit has a reader; after an update or a load its parameters may be sharded nevertheless."""
         return bool(self._readers)
 
     @property
@@ -67,7 +68,7 @@ class Unit:
         return any(not isinstance(reader, Unit) for reader in self._readers)
 
     def start_unshard(self, *, exact: bool = False) -> None:
-        """Launch the all-gathers, if any of its parameters are sharded; with `exact`, in their own type."""
+        """Launch the all-gathers, if any is needed, without adding a reader; with `exact`, in the parameters' type."""
         if any(flat.is_sharded for flat in self.flats):
             self._launch_gathers(exact)
 

@@ -1,5 +1,7 @@
 """Saves in which ranks wait without keeping the store busy, and settings that all ranks compare."""
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -7,6 +9,7 @@ from queue import Queue
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -101,23 +104,52 @@ def test_no_rank_goes_on_before_the_first_has_tidied_the_folder(tmp_path):
 
 
 def resumed_from_folders_of_their_own(folder: Path) -> str:
-    """The error of a rank whose folder has no checkpoint, or which is the only one whose folder has one."""
-    settings = parse_settings([f"--config={BASE}", f"--run.dir={folder}", "--parallel.tensor_size=2"])
+    """The error of a rank whose disk has no checkpoint, or which is the only one whose disk has one."""
+    settings = parse_settings([f"--config={BASE}", "--run.dir=run", "--parallel.tensor_size=2"])
     state = build(settings, Mesh.create(2), torch.device("cpu"))
-    run_dir = folder / str(dist.get_rank())
-    (run_dir / "checkpoints" / ("step-00000001" if dist.get_rank() == 2 else "other")).mkdir(parents=True)
-    own = Recovery(settings.checkpoint, run_dir, state, DATA, lambda _: None, lambda: None, lambda _: None)
-    try:
-        own.resume("")
-    except ConfigError as error:
-        return str(error)
-    finally:
+    disk, run_dir = folder / str(dist.get_rank()), Path("run")
+    (disk / run_dir / "checkpoints" / ("step-00000001" if dist.get_rank() == 2 else "other")).mkdir(parents=True)
+    with contextlib.chdir(disk):  # so that ranks find other things at one path
+        own = Recovery(settings.checkpoint, run_dir, state, DATA, lambda _: None, lambda: None, lambda _: None)
+        with pytest.raises(ConfigError) as raised:
+            own.resume("")
         own.release()
-    return ""
+    return str(raised.value)
 
 
-def test_ranks_that_would_resume_from_different_checkpoints_are_refused_along_both_axes(tmp_path):
+def test_a_checkpoint_that_some_rank_of_the_mesh_does_not_have_is_refused_on_all(tmp_path):
     found = run_ranks(4, resumed_from_folders_of_their_own, tmp_path)
-    for rank, error in enumerate(found):
-        own = tmp_path / "2/checkpoints/step-00000001" if rank == 2 else None
-        assert f"rank {rank} would resume from {own}, another rank from elsewhere; put run.dir=" in error
+    reason = "rank 0 does not have run/checkpoints/step-00000001, from which another rank would go on"
+    assert found == [f"{reason}; put run.dir=run on a file system that all nodes share"] * 4
+
+
+def steps_with_a_listing_that_is_old_on_a_rank(folder: Path, old_on: int) -> list[int]:
+    """The steps of the checkpoints to which a run rolls back, and from which it resumes."""
+    settings = parse_settings([f"--config={BASE}", f"--run.dir={folder}"])
+    state = build(settings, Mesh.create(1), torch.device("cpu"))
+    listed = Path.glob
+
+    def list_without_the_newest(path: Path, pattern: str) -> Iterator[Path]:
+        is_old = dist.get_rank() == old_on
+        return (found for found in listed(path, pattern) if not is_old or found.name != "step-00000002")
+
+    def recovery() -> Recovery:
+        return Recovery(settings.checkpoint, folder, state, DATA, lambda _: None, lambda: None, lambda _: None)
+
+    own = recovery()
+    name = own.resume("").run
+    for step in (1, 2):
+        own.save(Progress(step, step, name))
+    with mock.patch.object(Path, "glob", list_without_the_newest):
+        rolled_back = own.roll_back(Progress(3, 3, name))
+        own.release()
+        dist.barrier()
+        again = recovery()
+        resumed = again.resume("")
+        again.release()
+    return [rolled_back.step, resumed.step]
+
+
+@pytest.mark.parametrize("old_on", [0, 1])
+def test_all_ranks_go_on_from_the_newest_checkpoint_if_one_has_an_old_listing(tmp_path, old_on):
+    assert run_ranks(2, steps_with_a_listing_that_is_old_on_a_rank, tmp_path / "run", old_on) == [[2, 2]] * 2

@@ -29,6 +29,7 @@ from zero.engine import ZeroDataParallel
 from zero.memory.placement import OffloadConfig
 from zero.optimizer import ZeroOptimizer
 from zero.partition.config import ZeroConfig
+from zero.state.rank_state import RankState
 from zero.state.writer import HostCopies
 from zero.uneven import join
 
@@ -243,6 +244,59 @@ class Branches(nn.Module):
         for number in ((0, 1, 2, 3), (0, 3), (3, 1))[step % 3]:
             x = self.blocks[number](x)
         return x
+
+
+def groups_with_branches(config: ZeroConfig, offload: str) -> tuple[ZeroDataParallel, ZeroOptimizer]:
+    data = Mesh.create(tensor_size=1, shard_size=2, imitated_backend="nccl").data
+    model = ZeroDataParallel(Branches(), data, config, offload=OffloadConfig(offload))
+    return model, ZeroOptimizer(model, torch.optim.AdamW, fused=True)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_host_keeps_a_gradient_once_it_has_arrived(stage):
+    """A second backward without `accumulate` adds to the mean of the first, which may be on its way to the host."""
+    with imitated_world(3, 4, 4, "nccl") as world, streams_checked(world.device):
+        model, optimizer = groups_with_branches(ZeroConfig(stage), "host")
+        for _ in range(2):
+            model(torch.ones(2, 8), 0).square().mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("config", "offload"),
+    [
+        (ZeroConfig(3, optimizer_over="all"), "accelerator"),
+        (ZeroConfig(3, optimizer_over="all"), "host"),
+        (ZeroConfig(1, overlap_gather=True), "host"),
+    ],
+    ids=["between groups", "between groups, by the host", "to the accelerator"],
+)
+def test_weights_are_loaded_once_the_update_before_has_been_sent(config, offload):
+    with imitated_world(3, 4, 4, "nccl") as world, streams_checked(world.device):
+        model, optimizer = groups_with_branches(config, offload)
+        for _ in range(2):
+            model(torch.ones(2, 8), 0).square().mean().backward()
+            optimizer.step()
+            with model.loading_masters():
+                for bucket in model.buckets:
+                    bucket.master.zero_()
+
+
+@pytest.mark.parametrize("config", [ZeroConfig(3, optimizer_over="all"), ZeroConfig(1, overlap_gather=True)], ids=str)
+def test_the_host_may_read_and_write_states_that_it_stores(config):
+    """A state dict is loaded in place; a save copies the states of the rank."""
+    with imitated_world(3, 4, 4, "nccl") as world, streams_checked(world.device):
+        model, optimizer = groups_with_branches(config, "host")
+        copies = HostCopies(world.device)
+        for saved in (optimizer, None):
+            model(torch.ones(2, 8), 0).square().mean().backward()
+            optimizer.step()
+            announce_host_read(copies.take(RankState(model, saved).owned()).values())
+            model(torch.ones(2, 8), 0).square().mean().backward()
+            optimizer.step()
+            model.state_dict()
+            for bucket in model.buckets:
+                bucket.master.zero_()
 
 
 def check_two_optimizers() -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from lab.acceptance.child import descendants, kill_all
 from parallel.launch import elastic
+from parallel.launch.membership import Record
 from parallel.launch.node_facts import Job
 from tests.programs import HANG_SECONDS, start_forked, wait_for_end
 
@@ -127,6 +128,15 @@ def test_an_error_of_the_user_ends_the_job_and_failures_restart_it_up_to_the_lim
     (nodes.folder / "end-2-0").write_text("2")
     assert nodes.codes() == [2, 2]
     assert nodes.sizes(3) == []
+
+
+def test_a_node_reports_the_rank_that_failed_first_and_not_one_that_nccl_has_aborted():
+    ranks = elastic.Ranks(3, ["-c", "import os, sys; sys.exit((3, 134, 7)[int(os.environ['RANK'])])"], None)
+    ranks.start(Record("a", "a1", members={"a": "a1"}), ("127.0.0.1", 1))
+    deadline = time.monotonic() + HANG_SECONDS
+    while ranks.code() != 7:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_nodes_that_differ_end_the_job_before_its_first_start(make_nodes):

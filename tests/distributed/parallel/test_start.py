@@ -22,7 +22,7 @@ def join(size: int, store: dist.Store) -> list[dist.Store]:
     def start(rank: int) -> None:
         found[rank] = _store_of_this_start(store, rank, size, 600.0)
 
-    threads = [threading.Thread(target=start, args=(rank,)) for rank in reversed(range(size))]
+    threads = [threading.Thread(target=start, args=(rank,), name=f"rank {rank}") for rank in reversed(range(size))]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -38,6 +38,24 @@ def test_keys_of_a_start_that_broke_off_are_ignored():
     store.set("start/replies/request of an earlier start", "7")
     join(3, store)[0].set("word", "")
     assert not join(3, store)[2].check(["word"])
+
+
+class NotingStore(dist.HashStore):
+    """A store that notes the threads that ask whether a key is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked_by: set[str] = set()
+
+    def check(self, keys: list[str]) -> bool:
+        self.asked_by.add(threading.current_thread().name)
+        return super().check(keys)
+
+
+def test_only_the_first_rank_asks_the_store_again_and_again():
+    store = NotingStore()
+    join(4, store)
+    assert store.asked_by == {"rank 0"}
 
 
 def test_a_rank_that_never_joins_is_an_error_after_the_timeout():

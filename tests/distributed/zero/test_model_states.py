@@ -181,7 +181,7 @@ def test_other_types_of_gradients_cost_what_the_formulas_say(stage, gradients):
         largest_bucket = BUCKET_NUMEL if stage < 3 else found["last_block_bytes"] // 2
         assert found["buffers"]["staged gradients"] == 3 * largest_bucket * DTYPES[reduce].itemsize * has_blocks
         assert found["buffers"]["gradient cast"] == 0
-        sent = sum(event.wire_bytes for event in found["events"] if event.message_bytes > 8)
+        sent = sum(event.wire_bytes for event in found["events"] if event.message_bytes > LONGEST_SCALARS)
         shard_size = 1 if stage == 0 else data_size
         assert sent == sum(
             axis_bytes(
@@ -200,7 +200,7 @@ def test_traffic_of_a_step_is_twice_the_parameters(stage):
     """Padded buckets are sent, 2 Psi (N-1)/N: by a reduce-scatter and an all-gather, or the all-reduce that is both."""
     data_size = 4
     for found in trained(data_size, stage, 1):
-        buckets = [event for event in found["events"] if event.message_bytes > 8]  # the rest: the norm, a scalar
+        buckets = [event for event in found["events"] if event.message_bytes > LONGEST_SCALARS]
         expected_ops = {"all_reduce"} if stage == 0 else {"reduce_scatter", "all_gather"}
         assert {event.op for event in buckets} == expected_ops
         assert sum(event.wire_bytes for event in buckets) == 2 * found["padded_bytes"] * (data_size - 1) // data_size

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from parallel.comm_log import CommLog
 from parallel.errors import ConfigError
 from parallel.mesh import Axis
+from parallel.tensor.gradient_sums import GradientSums
 from tests.scenarios import DEFAULT, HOST, Blocks, Run, mean_square, scenario
 from tests.twins import params_of
 from zero.engine import ZeroDataParallel
@@ -87,6 +89,17 @@ def test_optimizers_that_move_buckets_are_refused():
     first = ZeroOptimizer(model, torch.optim.SGD, groups_of(model, 0))
     with pytest.raises(ConfigError, match=r"OffloadConfig\.mode=auto moves buckets for one optimizer"):
         ZeroOptimizer(model, torch.optim.SGD, groups_of(model, 1))
+    del first
+
+
+def test_optimizers_with_other_tensor_axes_are_refused():
+    """The one with an axis would switch off the sums in backward, on which the other one relies."""
+    model, tensor = one_rank_engine(), Axis("tensor", 2, 0, CommLog())
+    model.module.sums = sums = GradientSums([model.module[0].bias], tensor)
+    first = ZeroOptimizer(model, torch.optim.SGD, groups_of(model, 0))
+    with pytest.raises(ConfigError, match=r"`tensor` axes of their own, of 1 and 2 ranks"):
+        ZeroOptimizer(model, torch.optim.SGD, groups_of(model, 1), tensor=tensor)
+    assert not sums.is_deferred
     del first
 
 

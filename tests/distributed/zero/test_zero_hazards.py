@@ -4,6 +4,7 @@ import itertools
 from collections import Counter
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -137,6 +138,30 @@ def raise_on_purpose(_grad: Tensor) -> None:
 def test_a_step_uses_the_sum_of_its_backwards(zero_configs):
     checks = [check_when_gradients_are_reduced, check_a_second_backward]
     run_ranks(2, check_all, checks, zero_configs)
+
+
+def norm_if_replicas_add_otherwise() -> float:
+    """Return the norm of a step in which all-reduces of the second replica end with other last bits.
+
+    A backend may add the terms in another order there.
+    """
+    data, all_reduce = Mesh.create(tensor_size=1, shard_size=2).data, dist.all_reduce
+    model = ZeroDataParallel(build("gpt"), data, ZeroConfig(2))
+    optimizer = ZeroOptimizer(model, torch.optim.SGD, clip_norm=1e-3)
+    next_token_loss(model, 0, data.rank).backward()
+
+    def add_otherwise(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        (work := all_reduce(tensor, *args, **kwargs)).wait()
+        if tensor.is_floating_point() and model.replica_axis.rank == 1:
+            tensor.mul_(1 + 1e-15)
+        return work
+
+    with mock.patch.object(dist, "all_reduce", add_otherwise):
+        return optimizer.step().item()
+
+
+def test_replicas_clip_by_the_same_norm_in_whatever_order_a_backend_adds():
+    assert len(set(run_ranks(4, norm_if_replicas_add_otherwise))) == 1
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,14 @@ def test_each_row_is_continued_and_the_context_never_exceeds_the_sequence():
     assert generate(following(50), PROMPT, num_tokens=3, seq_length=4).equal(expected)
 
 
+def test_cudnn_which_makes_a_plan_for_each_length_computes_no_attention():
+    found, model = [], following(50)
+    model.register_forward_hook(lambda *_: found.append(torch.backends.cuda.cudnn_sdp_enabled()))
+    generate(model, PROMPT, num_tokens=2, seq_length=4)
+    assert found == [False, False]
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
 def test_frequencies_follow_the_tempered_softmax_of_the_likeliest():
     logits = torch.cat([torch.tensor([2.0, 1.0, 0.0, -1.0]), torch.full((TOP_K,), -3.0)])
     model = Model(lambda tokens: logits.expand(*tokens.shape, len(logits)))

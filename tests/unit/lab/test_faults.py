@@ -50,6 +50,10 @@ def test_a_job_may_end_well_or_with_a_reason_and_in_no_other_way(ended: Ended, r
 
 def test_only_where_a_rank_is_killed_the_others_may_say_that_its_connection_broke():
     check(Ended(0, f"{TRACEBACK}{BROKEN}\n"), 0, breaks_connections=True)
+    aborted = "NCCL error: remote process exited or there was a network error\nSignal 6 (SIGABRT) received by PID 7"
+    check(Ended(0, aborted), 0, breaks_connections=True)
+    with pytest.raises(WrongError, match="ABORT"):
+        check(Ended(0, "Signal 6 (SIGABRT) received by PID 7"), 0, breaks_connections=True)
     with pytest.raises(WrongError, match="KeyError"):
         check(Ended(0, f"{TRACEBACK}{BROKEN}\n{TRACEBACK}KeyError: 'a'\n"), 0, breaks_connections=True)
 

@@ -58,9 +58,16 @@ def test_an_interrupted_study_goes_on_with_the_runs_that_are_left(tmp_path, caps
     assert (tmp_path / "runs/study.png").stat().st_size > 0
 
 
-def test_variants_are_compared_in_pairs_with_one_seed(tmp_path):
-    run(tmp_path, LOSSES)
-    rows = [line.split(" | ") for line in (tmp_path / "runs/study.md").read_text().splitlines()]
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a study whose runs are all complete."""
+    folder = tmp_path_factory.mktemp("finished")
+    run(folder, LOSSES)
+    return folder
+
+
+def test_variants_are_compared_in_pairs_with_one_seed(finished):
+    rows = [line.split(" | ") for line in (finished / "runs/study.md").read_text().splitlines()]
     assert rows[2] == ["| muon", "4.500", "**4.000** |"]
     # All get to 5.5, the higher one of the baseline's last losses; its first seed after 7 / 8 of the second half.
     assert rows[6][2] == "tokens to 5.500"
@@ -83,16 +90,18 @@ def test_differences_are_of_equal_seeds_and_tokens():
     assert np.isnan(baseline.tokens_to(0.5)).all()
 
 
-def test_a_run_with_other_settings_is_not_taken_for_one_of_the_study(tmp_path):
-    run(tmp_path, LOSSES)
-    of_study = study.Study(tmp_path / "study.yaml", tmp_path / "runs")
-    first = of_study.run(of_study.tried()[0])
-    config = Path(first.settings.run.dir) / "config.yaml"
-    config.write_text(first.settings.to_yaml())
-    run(tmp_path, {})
-    config.write_text(first.settings.to_yaml().replace("weight_decay: 0.1", "weight_decay: 0.2"))
+def test_a_run_with_other_settings_is_not_taken_for_one_of_the_study(finished):
+    def first() -> study.Run:
+        of_study = study.Study(finished / "study.yaml", finished / "runs")
+        return of_study.run(of_study.tried()[0])
+
+    config = Path(first().settings.run.dir) / "config.yaml"
+    config.write_text(first().settings.to_yaml())
+    assert first().loss == LOSSES["code/adamw/1"][-1]
+    config.write_text(config.read_text().replace("weight_decay: 0.1", "weight_decay: 0.2"))
     with pytest.raises(ConfigError, match=r"code/adamw/1 has a run with other settings"):
-        run(tmp_path, {})
+        run(finished, {})
+    config.unlink()
 
 
 def test_a_rate_that_diverged_is_not_the_best(tmp_path):

@@ -119,6 +119,12 @@ def test_options_of_the_allocators_are_set_and_found_again():
         internals.set_allocator(before)
 
 
+def test_the_compiler_has_an_option_for_exact_quotients():
+    options = internals.options_of_exact_division()
+    assert options == {"eager_numerics.division_rounding": True}
+    torch.compile(len, options=options)  # refuses options that it does not know
+
+
 def test_the_reports_of_cuda_and_nccl_exist_where_these_do():
     assert callable(torch.cuda.memory._dump_snapshot)
     assert hasattr(torch._C._distributed_c10d, "_dump_nccl_trace") == dist.is_nccl_available()

@@ -161,6 +161,16 @@ def test_a_rank_makes_progress_when_its_device_does_and_not_when_its_host_launch
     assert idle_seconds == pytest.approx([0.02, 0.02, 0.04])
 
 
+def test_a_rank_whose_device_has_failed_keeps_its_last_progress_and_is_named(job):
+    log = job.logs[0]
+    log.record_wait_end(log.record("gather", "data", 4, torch.zeros(1)))
+    with job.ranks[0].running():
+        log.newest[0].end_mark = mock.Mock(query=mock.Mock(side_effect=torch.AcceleratorError("CUDA error")))
+        assert job.heartbeat(0).num_complete == 1
+        job.now += 20.0
+        assert "rank 1 does not answer" in job.next()
+
+
 def test_all_ranks_report_one_verdict_before_any_ends(job):
     """The launcher kills all ranks when the first one ends."""
     with job.ranks[0].running(), job.ranks[1].running(), job.ranks[2].running():

@@ -119,7 +119,7 @@ def test_the_ranks_of_gpus_meet_by_nccl(monkeypatch):
     options = StartOptions(hang_seconds=300.0, orders_launches=True, record_folder=Path("/runs/1"), fixes_kernels=True)
     assert start_world(options) == World(3, 8, 1, 2, gpu)
     met.assert_called_once_with("env://", timeout=timedelta(seconds=600))
-    assert store.timeout == timedelta(seconds=600)
+    assert store.timeout == timedelta(seconds=900)
     asked = {"store": of_start, "rank": 3, "world_size": 8, "timeout": timedelta(seconds=900), "device_id": gpu}
     started.assert_called_once_with("nccl", **asked)
     given.assert_called_once_with(os.environ, True, Path("/runs/1"), True)

@@ -36,7 +36,7 @@ WORKSPACES: dict[str, Callable[[Tensor], int]] = {
     "zero::rms_norm": lambda x: 4 * x.numel(),
     "zero::rms_norm_gradients": lambda x: 12 * x.numel(),
 }
-Placements = Mapping[fx.Node, StoreName]  # of the tensors that are not computed again
+Placements = Mapping[fx.Node, StoreName]  # the stores of tensors that are not computed again, and no `Placement`
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,9 @@ from tests.ranks import run_cases, run_ranks
 from zero.memory.placement import OffloadConfig
 from zero.optimizers.soap import SHIFT, Soap
 from zero.state import resident
-from zero.state.checkpoint import load, save
+from zero.state.checkpoint import SCHEMA, load, save
+from zero.state.layout_file import read_layout
+from zero.state.saved_state import SavedState
 
 NUM_STEPS, BETA, EPS, REFRESH_EVERY = 3, 0.9, 1e-4, 2
 
@@ -107,6 +109,25 @@ def test_states_of_matrices_continue_under_other_layouts(name, expected, tmp_pat
     found = run_cases(2, train_and_resume, [(name, number, tmp_path) for number in numbers])
     for params in (params for results in found for params in results):
         torch.testing.assert_close(params, expected() if expected else found[0][0], rtol=0, atol=TOLERANCE)
+
+
+def num_files_opened(case: Case, folder: Path) -> int:
+    """Save the states of whole matrices, load them again, and return the number of files that this rank has opened."""
+    model, optimizer = start_soap(case)
+    train_steps(model, optimizer, case.num_micro_batches, range(1))
+    save(folder, model, optimizer)
+    saved, states = SavedState(folder, read_layout(folder, SCHEMA)["state"]), optimizer.matrices.states()
+    expected = {name: state.clone() for name, state in states.items()}
+    for state in states.values():
+        state.zero_()
+    saved.load_by_name(states, model.shard_axis.rank, optimizer.tensor.rank)
+    torch.testing.assert_close(states, expected, rtol=0, atol=0)
+    return saved.file.cache_info().misses
+
+
+def test_a_rank_finds_its_matrices_in_its_own_file_if_the_layout_is_the_same(tmp_path):
+    cases = [(case, tmp_path / str(number)) for number, case in enumerate(CASES)]
+    assert run_cases(2, num_files_opened, cases) == [[1, 1]] * len(cases)
 
 
 def state_bytes() -> tuple[float, float]:

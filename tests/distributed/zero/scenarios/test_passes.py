@@ -21,6 +21,21 @@ def test_a_step_between_a_forward_and_its_backward_raises_as_in_torch(run: Run) 
         run.train(model, optimizer, steps=[step])
 
 
+@scenario(DEFAULT + HOST)
+def test_loading_between_a_forward_and_its_backward_raises_as_in_torch(run: Run) -> None:
+    model, optimizer = run.start(Blocks())
+    for step in range(2):
+        optimizer.zero_grad()
+        with model.gathered() as module:  # which keeps the parameters unsharded until the step
+            penalty = sum(param.square().sum() for param in module.parameters())
+        loss = mean_square(model, run.batch(step)) + penalty
+        model.load_state_dict(model.state_dict())
+        with pytest.raises(RuntimeError, match=r"modified by an inplace operation|another in-place operation"):
+            loss.backward()
+        optimizer.zero_grad()
+        run.train(model, optimizer, steps=[step])
+
+
 @scenario()
 def test_forwards_have_their_backwards_in_either_order(run: Run) -> None:
     model, optimizer = run.start(Blocks())

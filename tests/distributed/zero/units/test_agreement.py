@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
 from unittest import mock
@@ -15,15 +16,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel.mesh import Mesh
-from parallel.store import report_reason, with_reason
+from parallel.store import report_reason, shared_store, with_reason
+from parallel.world import StartOptions, start_world
 from tests.ranks import run_cases, run_ranks
 from tests.twins import params_of
 from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
 from zero.order import agreement
 from zero.order.agreement import DivergedRanks
-from zero.order.host_barrier import HostBarrier
+from zero.order.host_barrier import BrokenBarrier, HostBarrier
 from zero.partition.config import ZeroConfig
+from zero.torch_ranks import as_axis
 
 T = TypeVar("T")
 STAGE_3 = ZeroConfig(stage=3, bucket_numel=500, prefetch_numel=600)
@@ -367,3 +370,39 @@ def test_the_reason_of_an_error_is_forgotten_when_the_ranks_agree_again():
     for before, after in run_ranks(2, errors_around_an_agreement):
         assert before.startswith("ranks differ (this rank waited")
         assert after == "closed by peer"
+
+
+def errors_of_waiting_alone(hang_seconds: float) -> list[str]:
+    """Return what a barrier of all ranks says if only this one waits, and one of a group with a limit of 84 s."""
+    start_world(StartOptions(hang_seconds=hang_seconds))
+    group, texts = dist.new_group(timeout=timedelta(seconds=84)), []
+    barriers = [HostBarrier(axis, Clock(1e8)) for axis in (Mesh.create(tensor_size=1).data, as_axis(group))]
+    for barrier in barriers if dist.get_rank() == 0 else ():
+        with pytest.raises(BrokenBarrier) as caught:
+            barrier.wait("eats")
+        texts.append(str(caught.value))
+    dist.barrier()
+    dist.destroy_process_group()
+    return texts
+
+
+@pytest.mark.parametrize(("hang_seconds", "half"), [(2.0, "300"), (700.0, "1050"), (0.0, "1.5768e+07")])
+def test_a_rank_waits_for_half_of_the_time_that_collectives_of_its_group_may_take(hang_seconds, half):
+    texts = [f"data rank 0 eats, and of 2 ranks 1 did so within {limit} s" for limit in (half, "42")]
+    assert run_ranks(2, errors_of_waiting_alone, hang_seconds, init_process_group=False) == [texts, []]
+
+
+def keys_after_uses() -> list[int]:
+    """Return how many more keys the store has after some uses of a barrier than after the second one."""
+    data, store, found = Mesh.create(tensor_size=1).data, shared_store(), []
+    barrier = HostBarrier(data)
+    for _ in range(5):
+        barrier.wait("eats")
+        dist.barrier()  # all have gone on
+        found.append(store.num_keys())
+        dist.barrier()
+    return [number - found[1] for number in found[2:]]
+
+
+def test_a_barrier_that_is_used_again_leaves_no_more_keys_in_the_store():
+    assert run_ranks(3, keys_after_uses) == [[0, 0, 0]] * 3

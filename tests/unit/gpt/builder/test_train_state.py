@@ -88,6 +88,16 @@ def test_compiled_blocks_need_a_compiler(monkeypatch):
         build(settings, Mesh.create(1), torch.device("cpu"))
 
 
+@pytest.mark.parametrize(("matmul", "is_exact"), [("fp8", True), ("null", False)])
+def test_compiled_blocks_that_multiply_in_fp8_divide_exactly(matmul, is_exact, monkeypatch):
+    compiled = mock.Mock(side_effect=torch.compile)
+    monkeypatch.setattr(torch, "compile", compiled)
+    arguments = ["--train.compile=blocks", f"--train.matmul={matmul}"]
+    build(parse_settings([f"--config={BASE}", *arguments]), Mesh.create(1), torch.device("cpu"))
+    (call,) = compiled.mock_calls
+    assert bool(call.kwargs["options"]) == is_exact
+
+
 def test_a_plan_refuses_documents_that_the_kernel_of_variable_lengths_keeps_apart(monkeypatch):
     options = "--activations.store=planned", "--data.mask_documents=true", "--train.precision=bf16"
     settings = parse_settings([f"--config={BASE}", *options, "--model.dropout=0", "--model.head_dim=8"])

@@ -143,3 +143,13 @@ def test_a_folder_in_the_way_of_a_save_is_set_aside(tmp_path: Path):
     assert saver.wait() == tmp_path / "step-00000001"
     assert names_in(tmp_path) == ["latest", "old-1-step-00000001", "step-00000001"]
     assert load(tmp_path / "step-00000001", state) == Progress(1, 1, "run")
+
+
+def test_a_checkpoint_is_complete_if_only_latest_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    (tmp_path / LATEST).mkdir()  # which no file replaces
+    state = tiny_state()
+    saver = Saver(tmp_path, state, kept=Kept(2), is_async=False, data=DATA)
+    saver.start(Progress(1, 1, "run"))
+    assert saver.wait() == tmp_path / "step-00000001"
+    assert load(tmp_path / "step-00000001", state) == Progress(1, 1, "run")
+    assert caplog.messages == [f"{tmp_path / LATEST} cannot be written (Is a directory); the run goes on without it"]

@@ -158,6 +158,30 @@ def test_a_run_resumes_from_a_tidy_folder(tmp_path: Path):
     other.recovery.release()
 
 
+def test_a_run_saves_the_step_from_which_it_resumes_unless_its_own_folder_has_it(tmp_path: Path):
+    folder, memory = tmp_path / "run", {"snapshot_every": 1, "snapshot_dir": str(tmp_path / "memory")}
+    first = Run(folder, memory)
+    first.save(1)
+    first.recovery.finish()
+    first.recovery.save_snapshot(Progress(2, 4, first.name))
+    first.recovery.release()
+    while not list((tmp_path / "memory").glob("*/step-00000002")):  # it is written in another thread
+        time.sleep(0.01)
+    named = str(folder / "checkpoints/../checkpoints/step-00000001")
+    for where, settings, step, completed in (
+        ("run", {}, 1, []),
+        ("run", {"resume": named}, 1, []),
+        ("other", {"resume": named}, 1, ["step-00000001"]),
+        ("run", memory, 2, ["step-00000002"]),
+    ):
+        again = Run(tmp_path / where, settings)
+        again.save(step)
+        again.recovery.finish()
+        again.recovery.release()
+        assert again.completed == completed
+    assert names_in(folder / "checkpoints") == ["latest", "step-00000001", "step-00000002"]
+
+
 def test_a_folder_is_locked_for_one_run_and_not_made_for_one_that_cannot_begin(tmp_path: Path):
     with pytest.raises(ConfigError, match="holds no complete checkpoint"):
         Run(tmp_path / "run", {"resume": "/nowhere"})

@@ -66,19 +66,25 @@ def test_losses_and_gradients_are_those_of_the_documents_one_by_one(attention, n
     assert (found[0] - model(*batch())).abs() > 1e-4, "documents that see each other have another loss"
 
 
-def slow_varlen(q, k, v, starts, starts_k, longest, longest_k, **options):
+def slow_varlen(q, k, v, starts, starts_k, longest, longest_k, *, enable_gqa=False, **options):
     """Attend to each document by itself, with the arguments and shapes of torch's function."""
     assert q.shape == (32, 3, 8)
-    grouped = {"enable_gqa": True} if k.shape == (32, 1, 8) else {}
-    assert (starts_k is starts, longest, longest_k, options) == (True, 16, 16, {"window_size": (-1, 0), **grouped})
+    assert (starts_k is starts, longest, longest_k, options) == (True, 16, 16, {"window_size": (-1, 0)})
+    grouped = {"enable_gqa": enable_gqa}
+    assert enable_gqa == (k.shape == (32, 1, 8))
     parts = [part.transpose(0, 1).split(starts.diff().tolist(), dim=1) for part in (q, k, v)]
     attended = [F.scaled_dot_product_attention(*part, is_causal=True, **grouped) for part in zip(*parts, strict=True)]
     return torch.cat(attended, dim=1).transpose(0, 1)
 
 
-@pytest.mark.parametrize("num_kv_heads", [3, 1])
-def test_the_kernel_of_variable_lengths_gets_the_documents_of_all_sequences(num_kv_heads, monkeypatch):
-    monkeypatch.setattr(torch_varlen, "varlen_attn", slow_varlen)
+def older_varlen(q, k, *others, window_size=(-1, -1)):
+    """Attend as torch 2.11 does, to which nobody says that heads are grouped."""
+    return slow_varlen(q, k, *others, window_size=window_size, enable_gqa=k.shape[1] < q.shape[1])
+
+
+@pytest.mark.parametrize(("num_kv_heads", "function"), [(3, slow_varlen), (1, slow_varlen), (1, older_varlen)])
+def test_the_kernel_of_variable_lengths_gets_the_documents_of_all_sequences(num_kv_heads, function, monkeypatch):
+    monkeypatch.setattr(torch_varlen, "varlen_attn", function)
     monkeypatch.setattr("gpt.model.transformer.needs_mask", lambda *_: False)
     model = build(small_config(num_layers=2, num_kv_heads=num_kv_heads))
     found = gradients(model, model(*batch(), documents=Documents(POSITIONS, STARTS)))

@@ -156,6 +156,19 @@ def test_steps_after_the_last_one_are_removed_wherever_they_are(tmp_path, caplog
     assert (tmp_path / "metrics.1.jsonl").exists()
 
 
+def test_the_metrics_are_never_missing_while_steps_are_removed(tmp_path, monkeypatch):
+    append_records(tmp_path, [record(1), record(3), record(2)])
+    whole = (tmp_path / METRICS).read_bytes()
+
+    def end(*_paths: Path) -> None:
+        raise OSError(errno.EIO, "the node is lost")
+
+    monkeypatch.setattr(Path, "replace", end)
+    with pytest.raises(ConfigError, match="the node is lost"):
+        cut_metrics(tmp_path, 2)
+    assert (tmp_path / METRICS).read_bytes() == whole
+
+
 def test_a_record_of_a_rank_without_memory_is_no_step_and_no_damage(tmp_path, caplog):
     folder = tmp_path / "of" / "runs"  # which may not exist if a rank has no memory from the start
     append_records(folder, [record(1), {"step": 2, "out_of_memory": {"rank": 3}}])

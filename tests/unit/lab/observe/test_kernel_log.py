@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
+from gpt.kernels.documents import Documents
 from lab.observe.fake_tensors import QuickFakeTensorMode
 from lab.observe.kernel_log import kernels_of
 
@@ -116,11 +116,11 @@ def test_fused_attention_says_its_shape_and_its_products():
 
 def test_attention_of_stretches_has_the_operations_of_equal_ones():
     with QuickFakeTensorMode():  # the kernel exists on GPUs only
-        q, k, v = (torch.empty(12, heads, 16, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2))
-        starts = torch.empty(4, dtype=torch.int32)
+        q, k, v = (torch.empty(1, heads, 12, 16, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2))
+        documents = Documents(torch.empty(1, 12, dtype=torch.int64), torch.empty(4, dtype=torch.int32))
 
         def attend() -> None:
-            varlen_attn(q, k, v, starts, starts, 12, 12, window_size=(-1, 0), enable_gqa=True).sum().backward()
+            documents.attention(q, k, v, dropout=0.0).sum().backward()
 
         found = [kernel.attention for kernel in kernels_of(attend)]
     assert [shape for shape in found if shape is not None] == [(4 * 3, 4, 4, 16, 2), (4 * 3, 4, 4, 16, 5)]

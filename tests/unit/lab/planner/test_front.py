@@ -14,7 +14,7 @@ from rich.console import Console
 from gpt.settings.parser import parse_settings
 from gpt.settings.run import DryRunSettings
 from lab.dryrun import plots
-from lab.dryrun.dry_run import DEVICE, dry_run
+from lab.dryrun.dry_run import DEVICE, Recording, dry_run
 from lab.dryrun.plots import busy_shares, highest_moments, kernel_starts, plot_lanes, plot_memory
 from lab.dryrun.projection import Task, Timeline, project_recording
 from lab.dryrun.run_cost import RunCost
@@ -58,8 +58,12 @@ def test_a_run_costs_the_time_of_its_samples():
     assert "dollars" not in str(RunCost.of(chosen, 9.0, 400, DGX_2))
 
 
-def test_the_history_of_memory_reaches_the_recorded_peak_and_ends_with_what_is_resident():
-    recording = dry_run(shallow("--activations.store=keep"))
+@pytest.fixture(scope="module")
+def recording() -> Recording:
+    return dry_run(shallow("--activations.store=keep"))
+
+
+def test_the_history_of_memory_reaches_the_recorded_peak_and_ends_with_what_is_resident(recording: Recording):
     moments = highest_moments(recording)
     assert max(state.total() for _, state in moments) == sum(recording.peak[DEVICE].values())
     assert +moments[-1][1] == recording.resident[DEVICE]
@@ -101,8 +105,9 @@ def test_plots_of_a_step_show_its_kinds_of_memory_the_limit_and_its_lanes(tmp_pa
         assert [text for text in shown if "limit" in text] == limit
 
 
-def test_a_plot_of_many_kernels_shows_the_highest_moment_of_each_interval(monkeypatch: pytest.MonkeyPatch):
-    recording = dry_run(shallow("--activations.store=keep"))
+def test_a_plot_of_many_kernels_shows_the_highest_moment_of_each_interval(
+    recording: Recording, monkeypatch: pytest.MonkeyPatch
+):
     totals = [(position, state.total()) for position, state in recording.memory.states()]
     monkeypatch.setattr(plots, "NUM_MOMENTS", 4)
     *highest, last = [(position, state.total()) for position, state in highest_moments(recording)]

@@ -81,6 +81,22 @@ def test_a_node_that_fails_repeatedly_is_left_out_and_failed_ranks_count_as_rest
     assert led_by(again["a"], again) == ["a", "c"]
 
 
+@pytest.mark.parametrize(
+    ("codes", "failures"),
+    [
+        ({"b": 137, "a": 134, "c": 134}, {"b": 1}),  # a rank of b was killed
+        ({"b": None, "a": 134, "c": 134}, {"b": 1}),  # b was lost
+        ({"b": 134, "c": watchdog.EXIT_CODE}, {"b": 1}),  # the GPU of b has failed
+        ({"b": 134, "c": 134}, {}),  # either may have failed first
+    ],
+)
+def test_a_node_whose_ranks_nccl_has_aborted_failed_first_only_if_nothing_else_did(codes: dict, failures: dict):
+    found = STOPPED | {node: code and replace(STOPPED[node], code=code) for node, code in codes.items()}
+    start = next_start(found["a"], found, LIMITS, is_patient=False)
+    assert isinstance(start, Record)
+    assert (start.failures, start.num_restarts) == (failures, None not in codes.values())
+
+
 def test_the_most_nodes_to_which_the_settings_fit_take_part_and_spares_wait():
     even = replace(LIMITS, fits=lambda number: number in (1, 2))
     assert led_by(A, {"a": A, "b": B, "c": C}, even) == ["a", "b"]

@@ -3,12 +3,13 @@
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import zero.fp8
 from parallel.errors import ConfigError
 from zero.fp8.kernels import Device, emulated, launched, refusal, refused_layer
 from zero.fp8.products import ScaledProducts
-from zero.fp8.scaling import LARGEST, RECIPES, SMALLEST_NORMAL, quantize, scaled_weights
+from zero.fp8.scaling import LARGEST, RECIPES, SMALLEST_NORMAL, quantize, scale_of, scaled_weights
 
 H100, B200, L40 = (Device("cuda", capability, 130000) for capability in ((9, 0), (10, 0), (8, 9)))
 CPU = Device("cpu")
@@ -88,6 +89,29 @@ def test_torchs_kernel_for_cpus_agrees_with_the_emulation(recipe, num_tokens):
         assert ((found - expected).abs() <= bound(a.values(torch.float32), b.values(torch.float32), dtype)).all()
 
 
+def test_compiled_products_are_those_of_eager_code():
+    x, weight, _ = operands((32, 64, 48))
+    a, b = quantize(x, RECIPES["rowwise"]), quantize(weight, RECIPES["rowwise"], is_weight=True)
+    compiled = torch.compile(launched, backend="aot_eager", fullgraph=True)
+    arguments = a, b, torch.bfloat16
+    assert compiled(*arguments, use_fast_accum=False).equal(launched(*arguments, use_fast_accum=False))
+
+
+def test_inductor_gets_no_product_that_it_replaces_by_a_kernel_that_refuses_padded_scales():
+    """The six scales of 768 columns are padded to eight. CPUs have no kernel for them."""
+    called = []
+
+    def backend(graph, _inputs):
+        called.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return lambda *_: [torch.empty(16, 48, dtype=torch.bfloat16)]
+
+    x, weight, _ = operands((16, 768, 48))
+    a, b = quantize(x, RECIPES["blockwise"]), quantize(weight, RECIPES["blockwise"], is_weight=True)
+    compiled = torch.compile(launched, backend=backend, fullgraph=True)
+    assert compiled(a, b, torch.bfloat16, use_fast_accum=False).shape == (16, 48)
+    assert [name for name in called if "scaled_mm" in name] == ["zero.scaled_mm.default"]
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_each_value_is_within_half_a_step_of_its_code(recipe):
     x, _, _ = operands((70, 200, 1), torch.float32)
@@ -115,6 +139,25 @@ def test_zeros_denormals_and_one_huge_element(recipe, dtype):
         products.outputs(tiny, [weight], [])[0].float(), torch.full((1, 3), 2.0**-130), rtol=1 / 16, atol=0
     )
     assert products.outputs(huge, [weight], [])[0].float().isfinite().all()
+
+
+def test_scales_are_quotients_of_tensors():
+    """By a number, CUDA and compiled code multiply with its reciprocal: scales would have other bits than a CPU's."""
+    divisors = []
+
+    class Divisions(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function.overloadpacket is torch.ops.aten.div:
+                divisors.append(args[1])
+            return function(*args, **kwargs or {})
+
+    amax = torch.tensor([0.0, 3.0, 1e-40, torch.inf, torch.nan])
+    with Divisions():
+        scales = scale_of(amax)
+    assert [divisor.tolist()[:3] for divisor in divisors] == [[LARGEST["e4m3"]] * 3]
+    assert divisors[0].isnan().tolist() == [False, False, False, True, True], "no compiler takes it for a constant"
+    assert scales[:3].tolist() == [1.0, (amax[1] / 448).item(), SMALLEST_NORMAL]
+    assert scales[3:].isnan().all()
 
 
 @pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan")])

@@ -58,6 +58,15 @@ def test_a_copy_to_the_accelerator_waits_for_the_copy_that_wrote_its_source_only
         offload.synchronize()
 
 
+def test_the_host_casts_what_a_copy_to_it_has_written():
+    with streams_checked(CPU):
+        offload = Offload(CPU)
+        on_host = offload.new(Placement.HOST, TensorKind.BUFFERS, 4, torch.float32)
+        to_host = offload.to_host(torch.ones(4), out=on_host)
+        offload.to_accelerator(on_host, out=torch.empty(4, dtype=torch.bfloat16)).wait()
+        to_host.wait()
+
+
 def read(offload: Offload, *numels: int, dtype: torch.dtype = torch.float32) -> int:
     """Read tensors of these sizes on the host; return how many times host memory was allocated for that."""
     sources = [torch.full((numel,), float(number), dtype=dtype) for number, numel in enumerate(numels)]

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from parallel.errors import ConfigError
-from zero.optimizers.matrices import Matrix, assign, matrices_of
+from zero.optimizers.matrices import Matrix, assign, matrices_of, near_owners, owned_by_all
 from zero.optimizers.muon import Muon
+from zero.partition.layout import Layout
 
 COLUMNS = 5
 
@@ -73,3 +74,29 @@ def test_parts_of_tensor_ranks_are_computed_by_one_of_them():
     assert sorted(assignment.places[:6]) == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
     assert assignment.places[6] == (0, None)
     assert assignment.flops == [[32, 32], [16, 16], [16, 16]]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "bucket_numel", "most_moved"), [(2, 2**25, 0.1), (2, 2**17, 0.1), (4, 2**25, 0.2)]
+)
+def test_ranks_compute_matrices_that_they_own(num_ranks, bucket_numel, most_moved):
+    """Their work stays what `assign` gave them. Of matrices at random places (N-1)/N of all elements would move."""
+    matrices, shapes = [], {"embedding": torch.Size((256, 64))}
+    for layer in range(8):
+        for name, shape in ((f"{layer}.qkv", (192, 64)), (f"{layer}.up", (256, 64)), (f"{layer}.down", (64, 256))):
+            shapes[name] = torch.Size(shape)
+            matrices += matrices_of(name, shape, 0)
+    layout = Layout.of(shapes, num_ranks, bucket_numel)
+
+    def flops_of(matrix: Matrix) -> int:
+        return Muon.flops(matrix.whole_shape, Muon.own_defaults)
+
+    even = assign(matrices, flops_of, num_ranks)
+    near = near_owners(even, matrices, flops_of, [layout], num_ranks)
+    flops = [0] * num_ranks
+    for matrix, (rank, _) in zip(matrices, near.places, strict=True):
+        flops[rank] += flops_of(matrix)
+    assert flops == even.all_flops == near.all_flops
+    stretches = list(owned_by_all(matrices, range(len(matrices)), [layout]))
+    moved = sum(runs.numel for owner, number, _, runs in stretches if owner != near.places[number][0])
+    assert moved <= most_moved * sum(matrix.numel for matrix in matrices)

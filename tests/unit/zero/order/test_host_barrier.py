@@ -40,7 +40,7 @@ def store() -> NotingStore:
 def barriers(monkeypatch, now, store) -> list[HostBarrier]:
     """Those of two ranks, in one process."""
     made = []
-    store.set_timeout(timedelta(seconds=200))
+    monkeypatch.setattr(host_barrier, "time_limit", lambda _group: timedelta(seconds=200))
     monkeypatch.setattr(host_barrier, "shared_store", lambda: store)
     monkeypatch.setattr(host_barrier, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(Axis, "has_peers", True)

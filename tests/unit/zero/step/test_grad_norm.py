@@ -23,8 +23,8 @@ CPU = torch.device("cpu")
 class LonelyAxis(Axis):
     """A rank whose peers add nothing to a sum."""
 
-    def all_reduce(self, tensor: Tensor, *, out: Tensor, **_others: object) -> Work:
-        assert out is tensor
+    def all_gather(self, shard: Tensor, *, out: Tensor) -> Work:
+        out.zero_()[self.rank] = shard
         return Work()
 
 
