@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
@@ -24,10 +25,12 @@ import torch
 from data.errors import DataError
 from gpt.builder.host_memory import check_host_memory
 from gpt.builder.train_state import build, build_mesh, num_adding_units, start_options
+from gpt.checkpoint.folder import find
 from gpt.commands import replace_process
 from gpt.corpus import Corpus
 from gpt.monitor.console import RunConsole, describe_run, memory_table
 from gpt.monitor.out_of_memory import out_of_memory_recorded
+from gpt.run_folder.files import CHECKPOINTS
 from gpt.settings.option_names import messages_in_option_names
 from gpt.settings.parser import parse_settings
 from gpt.settings.settings import Settings
@@ -66,7 +69,10 @@ def pretrain(settings: Settings, world: World, watching: Watching = nullcontext)
         watching(world.device),
         out_of_memory_recorded(settings, world, lambda: state, lambda: trainer.num_steps_done if trainer else 0),
     ):
-        state = build(settings, mesh, world.device)
+        initial = settings
+        if train.initial_weights is not None and find(Path(settings.run.dir) / CHECKPOINTS, settings.checkpoint.resume):
+            initial = settings.without_initial_weights()  # a checkpoint is loaded, and their folder may be gone
+        state = build(initial, mesh, world.device)
         console.say(describe_run(state, train, settings.run.dir))
         console.show(memory_table(state, train))
         trainer = Trainer(settings, world, state, corpus, console)
