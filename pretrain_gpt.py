@@ -36,7 +36,7 @@ from gpt.settings.parser import parse_settings
 from gpt.settings.settings import Settings
 from gpt.trainer import Trainer
 from parallel.errors import ConfigError
-from parallel.store import has_failed_elsewhere
+from parallel.store import Decisions, has_failed_elsewhere
 from parallel.torch_internals import multiplies_in_bf16
 from parallel.world import (
     World,
@@ -70,8 +70,10 @@ def pretrain(settings: Settings, world: World, watching: Watching = nullcontext)
         out_of_memory_recorded(settings, world, lambda: state, lambda: trainer.num_steps_done if trainer else 0),
     ):
         initial = settings
-        if train.initial_weights is not None and find(Path(settings.run.dir) / CHECKPOINTS, settings.checkpoint.resume):
-            initial = settings.without_initial_weights()  # a checkpoint is loaded, and their folder may be gone
+        if train.initial_weights is not None:
+            found = find(Path(settings.run.dir) / CHECKPOINTS, settings.checkpoint.resume) is not None
+            if Decisions(mesh.rank, mesh.size).decide(found, any):  # it is loaded, and the weights may be gone
+                initial = settings.without_initial_weights()
         state = build(initial, mesh, world.device)
         console.say(describe_run(state, train, settings.run.dir))
         console.show(memory_table(state, train))
