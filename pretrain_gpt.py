@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
@@ -24,16 +25,18 @@ import torch
 from data.errors import DataError
 from gpt.builder.host_memory import check_host_memory
 from gpt.builder.train_state import build, build_mesh, num_adding_units, start_options
+from gpt.checkpoint.folder import find
 from gpt.commands import replace_process
 from gpt.corpus import Corpus
 from gpt.monitor.console import RunConsole, describe_run, memory_table
 from gpt.monitor.out_of_memory import out_of_memory_recorded
+from gpt.run_folder.files import CHECKPOINTS
 from gpt.settings.option_names import messages_in_option_names
 from gpt.settings.parser import parse_settings
 from gpt.settings.settings import Settings
 from gpt.trainer import Trainer
 from parallel.errors import ConfigError
-from parallel.store import has_failed_elsewhere
+from parallel.store import Decisions, has_failed_elsewhere
 from parallel.torch_internals import multiplies_in_bf16
 from parallel.world import (
     World,
@@ -66,7 +69,12 @@ def pretrain(settings: Settings, world: World, watching: Watching = nullcontext)
         watching(world.device),
         out_of_memory_recorded(settings, world, lambda: state, lambda: trainer.num_steps_done if trainer else 0),
     ):
-        state = build(settings, mesh, world.device)
+        initial = settings
+        if train.initial_weights is not None:
+            found = find(Path(settings.run.dir) / CHECKPOINTS, settings.checkpoint.resume) is not None
+            if Decisions(mesh.rank, mesh.size).decide(found, any):  # it is loaded, and the weights may be gone
+                initial = settings.without_initial_weights()
+        state = build(initial, mesh, world.device)
         console.say(describe_run(state, train, settings.run.dir))
         console.show(memory_table(state, train))
         trainer = Trainer(settings, world, state, corpus, console)

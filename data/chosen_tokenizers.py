@@ -47,7 +47,24 @@ def named_tokenizer(name: str, eod_token: str | None = None, bos_token: str | No
         bos = corpus.bos if corpus else _first_token(backend, configuration)
     elif (bos := backend.token_to_id(bos_token)) is None and bos_token != NO_TOKEN:
         raise DataError(f"tokenizer {name} has no token {bos_token}; name one as --bos_token, or {NO_TOKEN}")
-    return Tokenizer(backend, known[0], bos)
+    tokenizer = Tokenizer(backend, known[0], bos)
+    _check_ends({known[0], *tokenizer.beginning}, tokenizer, name)
+    return tokenizer
+
+
+def _check_ends(ids: set[int], tokenizer: Tokenizer, name: str) -> None:
+    """Raise DataError if the name of one of these tokens in a text is encoded as the token."""
+    for id in ids:
+        token = tokenizer.token(id)
+        try:
+            is_contained = id in tokenizer.encode(token)
+        except DataError:  # it lacks a character of the name, and refuses such a text
+            continue
+        if is_contained:
+            raise DataError(
+                f"tokenizer {name} encodes {token} in a text as the token that begins or ends a document; give "
+                "another, or other tokens with --eod_token and --bos_token"
+            )
 
 
 def _configuration_of(folder: Path) -> dict[str, object]:

@@ -58,22 +58,34 @@ class Encoder:
 
     def __call__(self, documents: list[Document]) -> Encoded:
         tokenizer = _tokenizer_of_this_process(self.tokenizer_file, self.eod, self.bos)
-        texts, rejected = [], []
-        for document in documents:
-            try:
-                texts.append(text_of(document, self.text_key))
-            except DataError as error:
-                if not self.skips_errors:
-                    raise
-                rejected.append(_rejected(document, error))
-        encodings = [[*tokenizer.beginning, *ids, self.eod] for ids in tokenizer.encode_batch(texts) if ids]
+        found, rejected = [], []
+        try:
+            found = tokenizer.encode_batch([text_of(document, self.text_key) for document in documents])
+        except DataError:  # one by one, to find the documents that are wrong
+            for document in documents:
+                try:
+                    found.append(_ids_of(document, self.text_key, tokenizer))
+                except DataError as error:
+                    if not self.skips_errors:
+                        raise
+                    rejected.append(_rejected(document, error))
+        encodings = [[*tokenizer.beginning, *ids, self.eod] for ids in found if ids]
         return Encoded(
             tokens=np.fromiter(chain.from_iterable(encodings), dtype=token_dtype(tokenizer.vocab_size)),
             lengths=np.array([len(ids) for ids in encodings], dtype=np.int32),
             weight=sum(document.weight for document in documents),
-            num_empty=len(texts) - len(encodings),
+            num_empty=len(found) - len(encodings),
             rejected=rejected,
         )
+
+
+def _ids_of(document: Document, text_key: str, tokenizer: Tokenizer) -> list[int]:
+    """Return the ids of a document's text. Raises DataError with the place of the document."""
+    text = text_of(document, text_key)
+    try:
+        return tokenizer.encode(text)
+    except DataError as error:
+        raise DataError(f"{document.place}: {error}") from None
 
 
 def _rejected(document: Document, error: DataError) -> dict[str, str]:

@@ -91,7 +91,7 @@ def cached_order(folder: Path, stem: str, order_type: type[Any], build: Callable
     """
     paths = {field.name: folder / f"{stem}.{field.name}.npy" for field in dataclasses.fields(order_type)}
     checksums = folder / f"{stem}.crc32.json"
-    if not all(path.exists() for path in (*paths.values(), checksums)):
+    if not _exist(paths, checksums):
         _save(build(), paths, checksums)
     try:
         if checks and json.loads(checksums.read_bytes()) != _checksums(paths.values()):
@@ -99,6 +99,10 @@ def cached_order(folder: Path, stem: str, order_type: type[Any], build: Callable
         return order_type(**{name: np.load(path, mmap_mode="r") for name, path in paths.items()})
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"cannot read the sample order {folder / stem} ({error}); delete {folder}") from None
+
+
+def _exist(paths: dict[str, Path], checksums: Path) -> bool:
+    return all(path.exists() for path in (*paths.values(), checksums))
 
 
 def _checksums(paths: Iterable[Path]) -> dict[str, int]:
@@ -115,7 +119,8 @@ def _save(order: Any, paths: dict[str, Path], checksums: Path) -> None:
                 np.save(Path(staging, path.name), getattr(order, name))
             written = _checksums(Path(staging, path.name) for path in paths.values())
             Path(staging, checksums.name).write_text(json.dumps(written) + "\n")
-            for path in (*paths.values(), checksums):
+            # Files that another process has written meanwhile may be mapped already: on NFS, its node would lose them.
+            for path in () if _exist(paths, checksums) else (*paths.values(), checksums):
                 os.replace(Path(staging, path.name), path)
     except OSError as error:
         raise DataError(

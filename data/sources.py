@@ -20,9 +20,11 @@ from typing import Any, NamedTuple
 from data.errors import DataError
 
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".py")
-JSON_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
+JSON_SUFFIXES = (".jsonl", ".json", ".ndjson", ".jsonl.gz", ".json.gz", ".ndjson.gz")
 PARQUET_SUFFIXES = (".parquet",)
 SUFFIXES = TEXT_SUFFIXES + JSON_SUFFIXES + PARQUET_SUFFIXES
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".br", ".zip")  # of which only those in JSON_SUFFIXES are read
+PREPARED = (".json", ".tokenizer.json", ".rejected.jsonl", ".cache")  # ends of names beside PREFIX.idx
 DATASETS_FILES = ("state.json", "dataset_dict.json")  # in a folder written by save_to_disk
 NOT_IN_STDLIB = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 NOT_IN_STDLIB |= {"encodings", "pydoc_data"}  # generated tables, a fifth of all tokens
@@ -117,13 +119,15 @@ class Source:
             return [self._file_shard(path) for path in _stdlib_files()]
         if paths := _files_of(name):
             return [self._file_shard(path) for path in paths]
-        looks_like_file = glob.has_magic(name) or name.startswith(("/", ".")) or name.endswith(SUFFIXES)
+        looks_like_file = glob.has_magic(name) or name.startswith(("/", ".")) or name.endswith(SUFFIXES + COMPRESSED)
         if looks_like_file and not os.path.isdir(name):
             raise DataError(f"--source {name}: no such file; give files, globs, folders, a hub name or stdlib")
         # a hub name, or a folder in a format that only `datasets` reads
         return [_dataset_shard(name, self.config, self.split, self.text_key)]
 
     def _file_shard(self, path: str) -> Shard:
+        if path.endswith(COMPRESSED) and not path.endswith(JSON_SUFFIXES):
+            raise DataError(f"--source {path} is compressed; decompress it, or compress JSON lines as .jsonl.gz")
         read = _read_json_lines if path.endswith(JSON_SUFFIXES) else _read_text_file
         if path.endswith(PARQUET_SUFFIXES):
             read = partial(_read_parquet, text_key=self.text_key)
@@ -138,7 +142,7 @@ def text_of(document: Document, text_key: str) -> str:
         raise content
     try:
         if isinstance(content, bytes):
-            content = content.decode("utf-8")
+            content = content.decode("utf-8-sig")  # editors of Windows write a mark of the byte order first
             if document.origin.endswith(JSON_SUFFIXES):
                 content = _json_text(document.place, content, text_key)
         size_bytes = len((content or "").encode("utf-8"))  # raises for half a surrogate pair, which JSON can contain
@@ -190,10 +194,17 @@ def _files_of(name: str) -> list[str]:
     """Return the files of a path, glob or directory, sorted. Of a directory only those with a suffix in SUFFIXES."""
     if os.path.isdir(name):
         is_dataset = any(os.path.exists(os.path.join(name, file)) for file in DATASETS_FILES)
-        paths = [] if is_dataset else Path(name).rglob("*")  # `_open_dataset` opens a dataset
+        paths = [] if is_dataset else _paths_below(Path(name))  # `_open_dataset` opens a dataset
         return sorted(str(path) for path in paths if path.is_file() and path.name.endswith(SUFFIXES))
     pattern = glob.escape(name) if os.path.exists(name) else name
     return sorted(path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path))
+
+
+def _paths_below(folder: Path) -> list[Path]:
+    """Return what is in a folder and its subfolders, without hidden files and folders and those of prepared corpora."""
+    paths = [path for path in folder.rglob("*") if f"{os.sep}." not in f"{os.sep}{path.relative_to(folder)}"]
+    prepared = {f"{path.with_suffix('')}{ending}" for path in paths if path.suffix == ".idx" for ending in PREPARED}
+    return [path for path in paths if prepared.isdisjoint(map(str, (path, *path.parents)))]
 
 
 def _read_text_file(path: str) -> Iterator[Document]:

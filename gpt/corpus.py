@@ -71,10 +71,11 @@ class Corpus:
             )
             if data.packing == "best_fit":
                 _log_padding(part, samples.tokens_per_sample / model.seq_length)
-            # One rank of each node builds the indices, before all ranks of the node map them into memory.
-            if world.local_rank == 0:
-                samples.build_cache(0, num_samples)
-            mesh.barrier()
+            # The first rank builds the indices, then one of each node that lacks them, before all ranks map them.
+            for is_builder in (world.is_first, world.local_rank == 0 and not world.is_first):
+                if is_builder:
+                    samples.build_cache(0, num_samples)
+                mesh.barrier()
             return samples
 
         training = samples_of("train", consumed_samples_after(train.batch, train.steps))

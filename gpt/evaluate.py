@@ -16,7 +16,6 @@ perplexities of different vocabularies can be compared, as is customary for Wiki
 
 import argparse
 import logging
-import math
 import re
 import sys
 from dataclasses import dataclass, replace
@@ -35,10 +34,11 @@ from gpt.checkpoint.checkpoint import load
 from gpt.checkpoint.folder import find
 from gpt.monitor.console import RunConsole, task_lines
 from gpt.run_folder.files import CHECKPOINTS
+from gpt.settings.data import check_names
 from gpt.settings.option_names import messages_in_option_names
 from gpt.settings.parser import parse_settings
 from gpt.settings.settings import Settings
-from gpt.tasks import Request, judge, load_tasks, score
+from gpt.tasks import Request, judge, load_tasks, perplexity_of, score
 from parallel.errors import ConfigError
 from parallel.world import World, exit_with_error, start_world, stop_world
 
@@ -67,12 +67,12 @@ class Score:
     @property
     def perplexity(self) -> float:
         """The perplexity per word."""
-        return math.exp(self.nll / self.num_words)
+        return perplexity_of(self.nll / self.num_words)
 
     @property
     def token_perplexity(self) -> float:
         """The perplexity per token."""
-        return math.exp(self.nll / self.num_tokens)
+        return perplexity_of(self.nll / self.num_tokens)
 
 
 def windows(tokens: list[int], seq_length: int, stride: int) -> list[Request]:
@@ -139,7 +139,7 @@ def load_model(settings: Settings, weights: str | None, world: World) -> tuple[T
         raise ConfigError(
             f"{folder} holds no checkpoint; give another --run.dir, or exported weights with --weights FOLDER"
         )
-    state = build(settings, mesh, world.device)
+    state = build(settings.without_initial_weights(), mesh, world.device)
     load(saved, state)
     return state, str(saved)
 
@@ -179,6 +179,7 @@ def evaluate_model(arguments: list[str]) -> Score | dict[str, float]:
     """
     own, others = _parser().parse_known_args(arguments)
     settings = parse_settings(others)
+    check_names("--tasks", [Path(path).stem for path in own.tasks or ()])
     if own.stride is not None and not 1 <= own.stride <= settings.model.seq_length:
         raise ConfigError(
             f"--stride={own.stride} is not between 1 and model.seq_length={settings.model.seq_length}; "

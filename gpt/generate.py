@@ -11,6 +11,7 @@ from data.tokenizer import Tokenizer
 from zero.engine import ZeroDataParallel
 
 TEMPERATURE, TOP_K = 0.8, 40
+MAX_LOGIT = 1e30  # which is finite when it is divided by the temperature
 SEED = 0
 
 
@@ -44,7 +45,8 @@ def generate(model: nn.Module, prompt: Tensor, num_tokens: int, seq_length: int)
     with evaluation(model), attention_of_any_length():
         for _ in range(num_tokens):
             logits = model(tokens[:, -seq_length:])[:, -1].float().cpu()
-            logits = logits.nan_to_num()  # a model that has diverged still yields tokens, and all ranks go on alike
+            # A model that has diverged still yields tokens, and all ranks go on alike.
+            logits = logits.nan_to_num().clamp(-MAX_LOGIT, MAX_LOGIT)
             likeliest, ids = logits.topk(min(TOP_K, logits.shape[-1]))
             choice = torch.multinomial((likeliest / TEMPERATURE).softmax(dim=-1), 1, generator=generator)
             tokens = torch.cat([tokens, ids.gather(-1, choice).to(tokens.device)], dim=1)

@@ -60,7 +60,7 @@ class Task:
         if len(self.questions[0].choices) == 1:
             likelihoods, is_greedy = scores.T.tolist()
             accuracy = fmean(is_greedy)
-            perplexity = float(torch.tensor(-fmean(likelihoods)).exp())  # infinite if it is too large
+            perplexity = perplexity_of(-fmean(likelihoods))
             return {"accuracy": accuracy, "centred_accuracy": accuracy, "perplexity": perplexity}
         right, right_by_length, chances = [], [], []
         for question, found in zip(self.questions, of_questions, strict=True):
@@ -75,6 +75,11 @@ class Task:
             "centred_accuracy": (accuracy - chance) / (1 - chance),
             "accuracy_by_length": fmean(right_by_length),
         }
+
+
+def perplexity_of(nll: float) -> float:
+    """Return the perplexity of a mean negative log-likelihood; infinite if it is too large."""
+    return float(torch.tensor(nll, dtype=torch.float64).exp())
 
 
 def _hellaswag(row: dict[str, Any]) -> Question:

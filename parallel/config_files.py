@@ -73,8 +73,13 @@ class _Loader(yaml.SafeLoader):
         section.update({key.value: self.construct_object(value, deep=True) for key, value in node.value})
 
 
+class _Dumper(yaml.SafeDumper):
+    """A dumper that quotes each text that the loader, or another one, would read as something else."""
+
+
 for _type, _pattern, _first in SCALARS:
-    _Loader.add_implicit_resolver(f"{PREFIX}{_type}", re.compile(rf"^(?:{_pattern})$"), _first)
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(f"{PREFIX}{_type}", re.compile(rf"^(?:{_pattern})$"), _first)
 _Loader.add_constructor(f"{PREFIX}map", _Loader.construct_section)
 
 
@@ -105,6 +110,11 @@ def parse_yaml(text: str, name: str) -> Any:
         raise ConfigError(f"{name}, line {line}: U+{ord(text[error.position]):04X} is not text; remove it") from error
     except ValueError as error:  # Python refuses to convert thousands of digits
         raise ConfigError(f"{name} contains a number with too many digits; shorten it") from error
+
+
+def to_yaml(value: Any) -> str:
+    """Return the YAML of a value, which `parse_yaml` reads as the same value."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False)
 
 
 def read_section(path: Path, name: str) -> Section:

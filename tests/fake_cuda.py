@@ -68,13 +68,15 @@ def run_on_fake_cuda(library: Path, function: str, cases: list[Any]) -> list[str
 @contextmanager
 def fake_cuda(rank: int, size: int) -> Iterator[None]:
     """Let tensors be fake, with streams that do nothing, as one rank of a world that does not exist."""
+    import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    from lab.races.stream_checker import StreamChecker
     from parallel.world import imitated_world
-    from tests.simulated_streams import Streams
 
+    streams = StreamChecker(torch.device("cuda", 0))  # it is not entered: nothing is followed
     with ExitStack() as stack:
-        stack.enter_context(mock.patch("parallel.streams.active_simulation", return_value=Streams()))
+        stack.enter_context(mock.patch("parallel.streams.active_simulation", return_value=streams))
         for name, options in REPLACED.items():
             stack.enter_context(mock.patch(name, **options))
         stack.enter_context(imitated_world(rank, size, size, "nccl"))

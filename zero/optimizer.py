@@ -107,15 +107,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         # Never empty: torch's code for checkpoints steps an optimizer that has no state.
         self.state.update({param: OwnedState(of_param, self.inner) for param, of_param in pieces.by_param.items()})
         pieces.locate(self.inner, split_dims(model.module), self.tensor)
-        norm_axes, all_axes = (model.shard_axis, self.tensor), (model.shard_axis, model.replica_axis, self.tensor)
+        axes = model.shard_axis, model.replica_axis, self.tensor
         split = {model.module.get_parameter(name) for name in split_dims(model.module)}
         scale, in_blocks = self.loss_scale.scale, model.config.policy.adds_leaves
-        self.matrices = assembled_updates(
-            self.inner, model.module, pieces, all_axes, model.offload, one_by_one=in_blocks
-        )
+        self.matrices = assembled_updates(self.inner, model.module, pieces, axes, model.offload, one_by_one=in_blocks)
         assembles = bool(self.matrices.buckets)
         self._unused = UnusedParameters(pieces, model.module, skips=skip_unused, assembles=assembles)
-        self.grad_norm = GradNorm(pieces.owned, pieces.params, norm_axes, split, scale, in_blocks=in_blocks)
+        self.grad_norm = GradNorm(pieces.owned, pieces.params, axes, split, scale, in_blocks=in_blocks)
         self._check_others()
         self._sums = self._deferred_sums()
         self._bucket_groups = BucketGroups(flats, self.buckets, self.matrices.buckets, model.offload)
@@ -183,11 +181,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         model = self._model
-        all_axes = model.shard_axis, model.replica_axis, self.tensor
+        axes = model.shard_axis, model.replica_axis, self.tensor
         model.before_step(self._pieces.params)
         model.reducer.complete()
         self._unused.find(model.reducer.used, (model.data, self.tensor), model.offload.device)
-        model.planner.before_update(all_axes)
+        model.planner.before_update(axes)
         self._bucket_groups.let_host_use()  # gradients that were copied to it
         for sums, parts in self._sums:
             sums.sum_at_once([bucket.owned_part(bucket.grads.owned, part) for bucket, part in parts])
@@ -204,7 +202,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                     self._update_all(coefficient, skipped)
         self.loss_scale.note(found_inf)
         if self._release():
-            model.planner.after_update(all_axes, self.buckets, self.bytes_to_place, self.place)
+            model.planner.after_update(axes, self.buckets, self.bytes_to_place, self.place)
         self._skipped_steps.record(found_inf, skipped)  # last: it may raise
         return norm if closure is None else loss
 

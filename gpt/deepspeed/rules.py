@@ -60,7 +60,7 @@ def batch(file: Translation) -> dict[str, Any]:
     total_key, micro_key, steps_key = BATCH_KEYS
     total, total_source = file.value_and_source(total_key, "train.global_batch_size")
     micro, micro_source = file.value_and_source(micro_key, "train.micro_batch_size")
-    steps, num_ranks = file.values.get(steps_key), file.data_size
+    steps, num_ranks = file.values.get(steps_key), file.num_batch_ranks
     if file.is_auto(total_key) and steps is not None and not file.is_option("train.global_batch_size"):
         total = None  # follows from the other two
     if total is None and micro is None:

@@ -48,9 +48,9 @@ class Translation:
     settings: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def data_size(self) -> int:
-        """The number of data-parallel ranks."""
-        return max(1, self.num_ranks // self.base["parallel.tensor_size"])
+    def num_batch_ranks(self) -> int:
+        """The number of data-parallel ranks, or groups of them that share a context, with samples of their own."""
+        return max(1, self.num_ranks // (self.base["parallel.tensor_size"] * self.base["parallel.context_size"]))
 
     def is_auto(self, key: str) -> bool:
         """Return True if the file has the key with the value "auto"."""

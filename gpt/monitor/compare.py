@@ -16,7 +16,7 @@ from gpt.monitor.console import make_console, print_table
 from gpt.monitor.plot import plot_losses
 from gpt.run_folder.files import CONFIG, METRICS, read_steps
 from gpt.settings.tree import dotted
-from parallel.errors import ConfigError, exit_on_config_error
+from parallel.errors import ConfigError, exit_on_config_error, first_line
 
 Records = list[dict[str, Any]]
 
@@ -108,7 +108,10 @@ def main(arguments: list[str]) -> None:
     settings = {name: of_run for name, of_run in found.items() if of_run}
     if len(settings) > 1:
         print_table(console, settings_table(settings))
-    plot_losses(runs, options.plot)
+    try:
+        plot_losses(runs, options.plot)
+    except (OSError, ValueError) as error:  # ValueError: the end of its name is no format
+        raise ConfigError(f"--plot={options.plot} cannot be written ({first_line(error)}); choose another") from error
     console.print(f"{options.plot} shows their losses")
 
 

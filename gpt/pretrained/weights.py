@@ -3,13 +3,14 @@
 config.json, model.safetensors.index.json, model-00001-of-00003.safetensors, ...
 """
 
+import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, fields, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from data.tokenizer import Tokenizer
@@ -211,10 +212,16 @@ def write_weights(
     tokenizer has more ids than the model, and OSError if a write fails.
     """
     check_fits(tokenizer, config)
-    family = family_of(config)
-    converted = (to_transformers(name, tensor.detach().cpu(), family, config).items() for name, tensor in weights)
-    write_folder(folder, chain.from_iterable(converted), file_bytes)
+    family, dtypes = family_of(config), set()
+
+    def converted() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in weights:
+            dtypes.add(tensor.dtype)
+            yield from to_transformers(name, tensor.detach().cpu(), family, config).items()
+
+    write_folder(folder, converted(), file_bytes)
     write_config(folder, config, tokenizer, origin)
+    _add_older_names(folder / CONFIG, dtypes)
 
 
 def write_config(folder: Path, config: ModelConfig, tokenizer: Tokenizer | None, origin: Path | None = None) -> None:
@@ -236,6 +243,18 @@ def write_config(folder: Path, config: ModelConfig, tokenizer: Tokenizer | None,
         write_tokenizer(tokenizer, folder, config)
     elif origin is not None:
         copy_tokenizer(origin, folder)
+
+
+def _add_older_names(path: Path, dtypes: set[torch.dtype]) -> None:
+    """Add the names of transformers 4 to a configuration: a reader of these would take defaults in silence."""
+    content = json.loads(path.read_bytes())
+    for dtype in dtypes:
+        content.setdefault("torch_dtype", str(dtype).removeprefix("torch."))
+    if rope := content.get("rope_parameters"):
+        content["rope_theta"] = rope["rope_theta"]
+        scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
+        content["rope_scaling"] = None if rope["rope_type"] == "default" else scaling
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
 def companions(data: Mapping[str, Any], origin: str | None) -> tuple[Tokenizer | None, Path | None]:

@@ -8,8 +8,6 @@ import math
 from dataclasses import field, replace
 from typing import Any
 
-import yaml
-
 from gpt.settings.data import DataSettings
 from gpt.settings.optimizer import OptimizerSettings
 from gpt.settings.run import (
@@ -23,6 +21,7 @@ from gpt.settings.run import (
 from gpt.settings.schedule import ScheduleConfig
 from gpt.settings.training import ParallelSettings, TrainSettings
 from gpt.shape.config import ModelConfig
+from parallel.config_files import to_yaml
 from parallel.errors import ConfigError
 from parallel.fields import checked
 from zero.activations.checkpointed_blocks import ActivationsConfig
@@ -133,9 +132,13 @@ class Settings:
         zero = self.zero.with_gradient_types(self.train.dtype, accumulates=accumulates)
         return replace(self, zero=zero)
 
+    def without_initial_weights(self) -> "Settings":
+        """Return these settings for a model into which a checkpoint is loaded."""
+        return replace(self, train=replace(self.train, initial_weights=None))
+
     def to_yaml(self) -> str:
         """Return the settings as YAML, which `--config` reads back as the same settings."""
-        return yaml.safe_dump(_plain(self), sort_keys=False)
+        return to_yaml(_plain(self))
 
 
 def _plain(value: Any) -> Any:

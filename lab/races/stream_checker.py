@@ -3,9 +3,9 @@
     with streams_checked(device):      raises StreamError at the end if the run in here would race on a GPU
         ...
 
-A second detector, tests/deferred.py, stays because each finds missing waits that the other misses (`python -m
-lab.races.mutants`): the checker finds races that change no value, such as a buffer that is freed while a gather writes
-it, and deferred collectives find waits on paths that only their scenarios run, such as a backward that ends early.
+It finds the waits that are missing on the paths that a run takes: `python -m lab.races.mutants` deletes one wait at a
+time, to see that some test takes its path. Blocks are not compiled while operations are observed, so a test calls the
+operations of compiled blocks by themselves (tests/distributed/lab/test_stream_scenarios.py).
 
 The computation, each `SideStream`, each communicator (NCCL runs the collectives of a process group in order, on a
 stream of its own) and the host are streams, with vector clocks:

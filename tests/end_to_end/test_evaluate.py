@@ -62,6 +62,12 @@ def test_ranks_find_the_perplexity_of_one_process(trained, is_exported, stride, 
     assert found[0].token_perplexity == pytest.approx(math.exp(expected / num_tokens), rel=1e-4)
 
 
+def test_a_text_of_few_words_has_an_infinite_perplexity_per_word():
+    found = Score(nll=2000.0, num_tokens=500, num_words=1)
+    assert found.perplexity == math.inf
+    assert found.token_perplexity == pytest.approx(math.exp(4), rel=1e-12)
+
+
 def test_every_prediction_is_scored_once_with_enough_context():
     for num_predictions in (1, 15, 16, 17, 40, 41):
         for stride in (1, 5, 16):
@@ -86,6 +92,7 @@ def test_wikitexts_spaces_are_undone_and_its_line_ends_count_as_words(trained, t
     [
         (["--stride=17"], ConfigError, "--stride=17 is not between 1 and model.seq_length=16"),
         (["--run.dir=nowhere"], ConfigError, "nowhere/checkpoints holds no checkpoint; give another --run.dir"),
+        (["--tasks", "a/test.jsonl", "b/test.jsonl"], ConfigError, "--tasks has 2 entries of 1 names, test, test"),
         (["--source=empty.txt"], DataError, "empty.txt has 0 words"),
     ],
 )
@@ -93,4 +100,4 @@ def test_what_cannot_be_evaluated_is_refused(trained, tmp_path, monkeypatch, own
     monkeypatch.chdir(tmp_path)
     Path("empty.txt").write_text("\n")
     with pytest.raises(error, match=message):
-        evaluate_model([*arguments_of(trained), *own])
+        evaluate_model([*arguments_of(trained)[2 * ("--tasks" in own) :], *own])

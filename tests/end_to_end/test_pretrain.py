@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gpt import trainer
 from gpt.builder.train_state import build
 from gpt.checkpoint.checkpoint import load
+from gpt.evaluate import evaluate_model
 from gpt.model.transformer import GPT
 from gpt.monitor.console import RunConsole
 from gpt.run_folder.files import read_steps
@@ -174,6 +175,17 @@ def test_a_run_starts_from_the_weights_that_another_has_left(corpus, tmp_path, e
         layout = {"zero__stage": stage, "parallel__tensor_size": tensor_size}
         (found,) = run(num_ranks, corpus, tmp_path / f"from-{stage}", **evaluated, **layout)
         assert found["validation_loss"] == pytest.approx(read_steps(ended)[-1]["validation_loss"], rel=1e-5)
+
+
+def test_initial_weights_that_are_gone_are_not_missed_by_a_resume_or_an_evaluation(corpus, tmp_path, ended):
+    weights = shutil.copytree(ended / "weights" / "step-00000006", tmp_path / "weights")
+    settings = {"train__initial_weights": weights, "checkpoint__every": 1, "schedule__decay": "constant"} | PLAIN
+    first = run(1, corpus, tmp_path / "run", **settings, train__steps=1)
+    shutil.rmtree(weights)
+    assert run(1, corpus, tmp_path / "run", **settings, train__steps=2)[:1] == first
+    judged = ["--source", str(ROOT / "README.md"), *options(corpus, tmp_path / "run", **settings)]
+    (found,) = run_ranks(1, evaluate_model, judged, init_process_group=False)
+    assert math.isfinite(found.token_perplexity)
 
 
 def test_a_finished_run_is_not_repeated_and_a_longer_one_continues_it(corpus, tmp_path, ended):

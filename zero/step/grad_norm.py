@@ -15,6 +15,7 @@ from zero.buckets.bucket import Bucket
 from zero.buckets.weight_codes import Stretch
 from zero.memory.placement import Placement
 from zero.partition.layout import NORM_BLOCK, real_shape
+from zero.step.assembled_updates import Axes
 
 # Elements whose squares a CPU sums at a time. It adds them in fp32 one after the other: without chunks, the norm of 17M
 # elements is wrong by 2e-4. A GPU adds them as a tree.
@@ -32,23 +33,26 @@ class GradNorm:
     are not in `split` are replicated, and only the first tensor rank counts them.
 
     `owned` lists, for each bucket, the parts of parameters in this rank's shard.
-    `axes` are the shard axis and the tensor axis. `in_blocks`: with bits that do not depend on who owns an element.
+    `axes` are the shard axis, the replica axis and the tensor axis. `in_blocks`: with bits that do not depend on who
+    owns an element.
     """
 
     def __init__(
         self,
         owned: Mapping[Bucket, Sequence[Stretch]],
         params: Set[nn.Parameter],
-        axes: tuple[Axis, Axis],
+        axes: Axes,
         split: Set[nn.Parameter],
         loss_scale: Tensor,
         *,
         in_blocks: bool = False,
     ):
-        self._axes, self._loss_scale = axes, loss_scale
-        num_blocks = axes[1].size * sum(2 + real_shape(param).numel() // NORM_BLOCK for param in params)
+        shard, replica, tensor = axes
+        self._axes, self._loss_scale = (shard, tensor), loss_scale
+        self._adds_in_order = (replica.has_peers, True)
+        num_blocks = tensor.size * sum(2 + real_shape(param).numel() // NORM_BLOCK for param in params)
         self._num_blocks = num_blocks if in_blocks else None
-        counted = params if axes[1].rank == 0 else params & split
+        counted = params if tensor.rank == 0 else params & split
         self._counted = {bucket: [part for part in parts if part.param in counted] for bucket, parts in owned.items()}
         self._dtype = reduce(torch.promote_types, {bucket.master.dtype for bucket in owned}, torch.float32)
         self._counts_whole = {bucket for bucket, parts in owned.items() if len(parts) == len(self._counted[bucket])}
@@ -57,12 +61,13 @@ class GradNorm:
     def temporary_bytes(self) -> int:
         """The bytes of a sum and of the norms of some chunks, each by itself, in a stack and squared; all in fp32.
 
-        The sums of all ranks, 4 bytes each, come after them. In blocks: the squares of a chunk in fp64 with their
+        The sums that are gathered, 4 bytes each, come after them. In blocks: the squares of a chunk in fp64 with their
         halves; beside them stand 8 bytes for each block.
         """
         if self._num_blocks is not None:
             return 8 * 3 * BLOCKS_CHUNK
-        return 4 * (1 + max(3 * NUM_NORMS, *(axis.size + 1 for axis in self._axes)))
+        both = zip(self._axes, self._adds_in_order, strict=True)
+        return 4 * (1 + max(3 * NUM_NORMS, *(axis.size + 1 for axis, adds_in_order in both if adds_in_order)))
 
     def total(self) -> Tensor:
         """Return the global norm, 0-dim, from the norms of a few chunks at a time (C_B).
@@ -113,13 +118,17 @@ class GradNorm:
         return (sums_of_squares(chunks, totals, self._axes, self._num_blocks).sqrt() / self._loss_scale).to(self._dtype)
 
     def _over_all_ranks(self, squares: Tensor) -> Tensor:
-        """Return the norms, given the sums of squares of this rank.
+        """Return the norms, given the sums of squares of this rank, with the same bits on all ranks.
 
-        All ranks add them in the same order. An all-reduce may add in another one in each group of ranks: replicas
-        would clip by coefficients that differ in the last bit, and nothing makes their master weights equal again.
+        An all-reduce gives them to the ranks of one group. Several groups that sum the same numbers may add in other
+        orders: they would clip by coefficients that differ in the last bit, and nothing makes their master weights
+        equal again. So they gather the numbers, which is as quick along axes of few ranks.
         """
-        for axis in self._axes:
-            squares = axis.gather_by_rank(squares).sum(dim=0)
+        for axis, adds_in_order in zip(self._axes, self._adds_in_order, strict=True):
+            if adds_in_order:
+                squares = axis.gather_by_rank(squares).sum(dim=0)
+            else:
+                axis.all_reduce(squares, out=squares).wait()
         return squares.sqrt() / self._loss_scale
 
 

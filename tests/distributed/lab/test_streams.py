@@ -178,6 +178,7 @@ CHOSEN = [  # together, these have every value of every factor
     (3, (4, None, 2), 1, "local", "selective", "parameters", "bf16", "adamw", "--zero.overlap=false"),
     (3, (2, None, 1), 1, "reduce", "none", "auto", "fp32", "muon", ""),
     (2, (4, 2, 1), 3, "reduce", "none", "none", "bf16", "adamw", FP32_SUMS),
+    (2, (4, 2, 1), 1, "reduce", "none", "none", "bf16", "adamw", FP32_SUMS_OVER_ALL),
     (3, (4, 2, 1), 3, "reduce", "none", "host", "bf16", "adamw", FP32_SUMS_OVER_ALL),
     (3, (4, 2, 2), 3, "reduce", "none", "host", "bf16", "adamw", FP8),
     (2, (2, None, 1), 1, "reduce", "keep", "optimizer", "bf16", "adamw", FP8),

@@ -76,6 +76,20 @@ def test_a_cached_order_is_built_once_and_then_memory_mapped(tmp_path):
         assert (cache / name).exists()
 
 
+def test_files_that_another_process_has_written_meanwhile_are_not_replaced(tmp_path):
+    order = build_epoch(np.full(10, 20), seq_length=16, seed=1, epoch=0)
+
+    def build():
+        cached_order(tmp_path, "stem", StreamOrder, lambda: order)
+        inodes.update({path: path.stat().st_ino for path in tmp_path.iterdir()})
+        return order
+
+    inodes = {}
+    cached_order(tmp_path, "stem", StreamOrder, build)
+    assert len(inodes) == 4
+    assert {path: path.stat().st_ino for path in tmp_path.iterdir()} == inodes
+
+
 def test_a_folder_that_cannot_be_written_is_reported_with_its_setting(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match=r"cannot write the sample order to .*; set data.cache_dir"):

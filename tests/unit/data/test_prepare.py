@@ -22,7 +22,7 @@ from rich.progress import Progress as ProgressBar
 from tokenizers import Tokenizer as Backend
 from tokenizers import processors
 
-from data.chosen_tokenizers import train_tokenizer
+from data.chosen_tokenizers import character_tokenizer, train_tokenizer
 from data.encode import Encoded, encode_in_order
 from data.errors import DataError
 from data.indexed import IndexedDataset
@@ -122,6 +122,39 @@ def test_wrong_documents_are_listed_in_a_file_if_errors_are_skipped(tmp_path, ca
     (tmp_path / "a.jsonl").write_text(lines[0])
     main([*map(str, arguments), "--characters", "--overwrite"])
     assert not Path(f"{output}.rejected.jsonl").exists(), "it is that of another corpus"
+
+
+def test_a_document_that_the_tokenizer_cannot_encode_is_named_and_can_be_skipped(tmp_path, capsys):
+    character_tokenizer(["abc"]).save(tmp_path / "tokenizer.json")
+    (tmp_path / "a.jsonl").write_text(_json_lines(["ab", "a\N{SNOWMAN}", "", "cab"]))
+    output = tmp_path / "corpus"
+    arguments = ["--source", str(tmp_path / "a.jsonl"), "--output", str(output), "--workers", "1"]
+    arguments += ["--tokenizer", str(tmp_path / "tokenizer.json")]
+    assert "a.jsonl:2: the tokenizer cannot encode a text" in _error_of(capsys, *arguments)
+    main([*arguments, "--on_error", "skip"])
+    assert _documents(output) == ["ab", "cab"]
+    (rejected,) = map(json.loads, Path(f"{output}.rejected.jsonl").read_text().splitlines())
+    assert rejected["place"] == f"{tmp_path}/a.jsonl:2"
+    assert (Sidecar.load(output).empty, Sidecar.load(output).rejected) == (1, 1)
+
+
+def test_an_output_in_the_folder_of_the_source_goes_on_and_is_no_text(tmp_path, capsys, monkeypatch, tokenizer_file):
+    monkeypatch.setattr("data.encode.BATCH_BYTES", 300)
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "a.jsonl").write_text(_json_lines(TEXTS))
+    (folder / "b.jsonl").write_text("broken")
+    arguments = ["--source", str(folder), "--output", str(folder / "corpus"), "--workers", "1"]
+    arguments += ["--tokenizer", tokenizer_file]
+    _error_of(capsys, *arguments)
+    main([*arguments, "--on_error", "skip"])
+    assert "corpus: goes on after" in capsys.readouterr().err
+    (folder / "corpus.cache").mkdir()
+    (folder / "corpus.cache" / "order.crc32.json").write_text("{}")
+    assert Path(f"{folder}/corpus.rejected.jsonl").exists()
+    assert {document.origin for document in Source([str(folder)]).documents()} == {
+        str(folder / name) for name in ("a.jsonl", "b.jsonl")
+    }
 
 
 @pytest.mark.parametrize(("is_killed", "bos"), [(False, "none"), (True, "none"), (True, "<|endoftext|>")])

@@ -57,6 +57,26 @@ def test_globs_go_into_folders_and_a_file_with_the_name_of_a_glob_is_that_file(t
         assert [document.content for document in documents] == [name.encode() for name in found]
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.ndjson", "a.ndjson.gz"])
+def test_json_lines_have_several_names_and_may_begin_with_a_byte_order_mark(tmp_path: Path, name: str):
+    content = "".join(json.dumps({"text": text}) + "\n" for text in ("one", "two")).encode("utf-8-sig")
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    assert [text_of(document, "text") for document in Source([str(tmp_path)]).documents()] == ["one", "two"]
+
+
+def test_a_text_file_is_read_without_its_byte_order_mark(tmp_path: Path):
+    (tmp_path / "a.txt").write_text("one", encoding="utf-8-sig")
+    assert [text_of(document, "text") for document in Source([str(tmp_path)]).documents()] == ["one"]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.zst", "a.txt.gz"])
+def test_a_compressed_file_that_is_not_read_is_refused_with_the_remedy(tmp_path: Path, name: str):
+    for exists in (False, True):
+        with pytest.raises(DataError, match=f"{name} is compressed; decompress it" if exists else "no such file"):
+            list(Source([str(tmp_path / name)]).documents())
+        (tmp_path / name).touch()
+
+
 def shard(weight: int | None, *texts: str) -> Shard:
     return Shard(weight, lambda: (Document("a", 0, text, 0) for text in texts), "")
 

@@ -3,8 +3,8 @@
 import json
 
 import pytest
+from tokenizers import AddedToken, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
-from tokenizers import models, pre_tokenizers, processors
 
 from data.chosen_tokenizers import character_tokenizer, named_tokenizer, train_tokenizer
 from data.errors import DataError
@@ -147,6 +147,71 @@ def test_the_end_of_document_token_must_be_known(tmp_path):
         named_tokenizer(str(tmp_path), "<eod>")
     tokenizer = named_tokenizer(str(tmp_path), "</doc>")
     assert (tokenizer.eod, tokenizer.vocab_size) == (7, 8)  # ids with a gap: the largest counts
+
+
+def llama_2() -> Backend:
+    """Return a BPE of characters, with bytes for others, whose vocabulary holds its special tokens."""
+    special, merges = ["<unk>", "<s>", "</s>"], [("t", "h"), ("th", "e")]
+    entries = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), *"\N{LOWER ONE EIGHTH BLOCK}</s>the", "th", "the"]
+    vocabulary = {entry: number for number, entry in enumerate(dict.fromkeys(entries))}
+    backend = Backend(models.BPE(vocabulary, merges, byte_fallback=True))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    backend.add_special_tokens(special)
+    return backend
+
+
+def of_bytes(special: list[str], ignore_merges: bool) -> Backend:
+    """Return a byte-level BPE with special tokens outside of its model's vocabulary, as Llama 3 and Qwen have."""
+    content = json.loads(train_tokenizer(TEXTS, 300).text)
+    content["added_tokens"], content["model"]["ignore_merges"] = [], ignore_merges
+    del content["model"]["vocab"]["<|endoftext|>"]
+    backend = Backend.from_str(json.dumps(content))
+    backend.add_special_tokens(special)
+    return backend
+
+
+KNOWN_KINDS = {
+    "gpt2": lambda: Backend.from_str(train_tokenizer(TEXTS, 300).text),
+    "llama 2": llama_2,
+    "llama 3": lambda: of_bytes(["<|begin_of_text|>", "<|end_of_text|>"], ignore_merges=True),
+    "qwen": lambda: of_bytes(["<|endoftext|>", "<|im_end|>"], ignore_merges=False),
+}
+
+
+@pytest.mark.parametrize("kind", KNOWN_KINDS)
+def test_tokenizers_that_encode_the_names_of_special_tokens_as_characters_are_taken(tmp_path, kind):
+    KNOWN_KINDS[kind]().save(str(tmp_path / "tokenizer.json"))
+    beginning = {"llama 2": "<s>", "llama 3": "<|begin_of_text|>"}.get(kind, "none")
+    tokenizer = named_tokenizer(str(tmp_path), bos_token=beginning)
+    for name in ("</s>", "<s>", "<|endoftext|>", "<|end_of_text|>", "<|begin_of_text|>"):
+        assert {tokenizer.eod, *tokenizer.beginning}.isdisjoint(tokenizer.encode(f"the {name}the {name} {name}"))
+
+
+def unigram() -> Backend:
+    backend = Backend(models.Unigram([("<unk>", 0.0), ("</s>", 0.0), ("the", -3.0)], unk_id=0))
+    backend.add_special_tokens(["</s>"])
+    return backend
+
+
+def not_special() -> Backend:
+    backend = Backend.from_str(train_tokenizer(TEXTS, 300).text)
+    backend.add_tokens([AddedToken("</s>", special=False)])
+    return backend
+
+
+def whole_words() -> Backend:
+    backend = Backend(models.BPE({entry: number for number, entry in enumerate(["</s>", *"</s>the"])}, []))
+    backend.model.ignore_merges = True
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.add_special_tokens(["</s>"])
+    return backend
+
+
+@pytest.mark.parametrize("backend", [unigram, not_special, whole_words])
+def test_a_tokenizer_with_which_a_text_can_end_its_document_is_refused(tmp_path, backend):
+    backend().save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(DataError, match=r"^tokenizer .* encodes </s> in a text as the token that begins or ends a doc"):
+        named_tokenizer(str(tmp_path), eod_token="</s>")
 
 
 FACTS = {"vocab_size": 270, "eod": 0, "tokenizer": "trained", "documents": 1, "tokens": 2, "source": ["x"]}

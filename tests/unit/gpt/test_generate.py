@@ -79,8 +79,9 @@ def test_the_mode_is_restored_after_an_error(was_training: bool):
     assert [module.training for module in (model, *model)] == [was_training] * 2
 
 
-def test_a_model_that_has_diverged_still_yields_tokens():
-    tokens = generate(Model(lambda tokens: torch.full((*tokens.shape, 50), math.nan)), PROMPT, 3, 8)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_model_that_has_diverged_still_yields_tokens(value: float):
+    tokens = generate(Model(lambda tokens: torch.full((*tokens.shape, 50), value)), PROMPT, 3, 8)
     assert tokens.shape == (2, 6)
     assert ((tokens >= 0) & (tokens < 50)).all()
 

@@ -1,12 +1,13 @@
 """Files of settings that are not as they should be: one line with the file and the line."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from parallel.config_files import parse_yaml, read_json, read_section
+from parallel.config_files import parse_yaml, read_json, read_section, to_yaml
 from parallel.errors import ConfigError
 
 DEEP = 10**5
@@ -100,6 +101,12 @@ def test_scalars_are_what_they_seem_to_be():
         "1_": "1_", "'1'": "1", "[1, a]": [1, "a"],
     }  # fmt: skip
     assert {text: parse_yaml(text, "") for text in values} == values
+
+
+def test_what_is_written_is_read_as_the_same_value():
+    texts = ["3e-4", "1e5", "1_0", "-7", "08", "0x1F", "1:30", "yes", "null", "~", "", ".5", ".inf", "<<", "a: b", "#a"]
+    for value in (*texts, 3e-4, 1e20, math.inf, -7, True, None, ["3e-4", 3e-4]):
+        assert parse_yaml(to_yaml({"name": value}), "text") == {"name": value}
 
 
 def test_a_section_knows_the_lines_of_its_keys(tmp_path: Path):

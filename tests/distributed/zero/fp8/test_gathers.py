@@ -12,9 +12,9 @@ from torch import Tensor, nn
 import zero.fp8
 from parallel.errors import ConfigError
 from parallel.mesh import Mesh
-from tests.deferred import run_late
+from tests.checked_streams import run_checked
 from tests.pairwise import pairwise
-from tests.ranks import run_cases, run_ranks
+from tests.ranks import call_with, run_cases, run_ranks
 from zero.dcp.state import DistributedState
 from zero.engine import ZeroDataParallel
 from zero.formulas.traffic import axis_bytes
@@ -161,17 +161,8 @@ def test_a_weight_is_sent_as_one_byte(layout):
         assert found["wire_bytes"] == pytest.approx(sum(expected), rel=0.02)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [  # with states on the host and stage 3, so many operations run late that it takes minutes
-        pytest.param(layout, id=f"stage {layout['stage']}", marks=[pytest.mark.full] if layout["stage"] == 3 else [])
-        for layout in LAYOUTS
-        if layout["ranks"][0] == 2
-    ],
-)
-def test_codes_are_not_read_before_they_have_arrived(layout):
-    late = run_late(2, train, layout, "fp8")
-    assert [rank["losses"] for rank in late] == [rank["losses"] for rank in trained()[(*layout.values(), None)]]
+def test_codes_are_not_read_before_they_have_arrived():
+    run_checked(2, call_with, train, [(layout, "fp8") for layout in LAYOUTS if layout["ranks"][0] == 2])
 
 
 @pytest.mark.parametrize(

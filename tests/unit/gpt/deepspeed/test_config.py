@@ -314,10 +314,13 @@ def test_batch_sizes_that_the_file_leaves_open(parse, content: Any, options: lis
     assert (train.micro_batch_size, train.global_batch_size) == expected
 
 
-@pytest.mark.parametrize(("tensor_size", "data_size"), [(1, 8), (2, 4), (8, 1)])
-def test_batch_sizes_count_data_parallel_ranks(parse, tensor_size: int, data_size: int):
+@pytest.mark.parametrize(
+    ("tensor_size", "context_size", "data_size"), [(1, 1, 8), (2, 1, 4), (8, 1, 1), (1, 2, 4), (2, 2, 2)]
+)
+def test_batch_sizes_count_data_parallel_ranks(parse, tensor_size: int, context_size: int, data_size: int):
     content = {"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2}
-    settings = parse(content, f"--parallel.tensor_size={tensor_size}", num_ranks=8)
+    sizes = [f"--parallel.tensor_size={tensor_size}", f"--parallel.context_size={context_size}"]
+    settings = parse(content, *sizes, num_ranks=8)
     assert settings.train.global_batch_size == 3 * 2 * data_size
 
 

@@ -56,6 +56,13 @@ def test_settings_that_differ_are_shown_and_no_others(tmp_path, capsys):
     assert "optimizer.eps" not in output
 
 
+@pytest.mark.parametrize("name", ["missing/plot.png", "plot.unknown"])
+def test_a_plot_that_cannot_be_written_is_named(tmp_path, name):
+    folder = write_run(tmp_path / "run", [2.0, 1.0])
+    with pytest.raises(ConfigError, match=rf"--plot={tmp_path}/{name} cannot be written \(.*\); choose another"):
+        main([str(folder), "--plot", str(tmp_path / name)])
+
+
 def test_a_folder_without_steps_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"metrics.jsonl has no logged step; name the run.dir"):
         read_runs([tmp_path])

@@ -20,7 +20,7 @@ from gpt.pretrained.families import config_to_transformers, family_of
 from gpt.pretrained.tensors import load_weights
 from gpt.pretrained.weights import load_pretrained, read_pretrained, write_weights
 from gpt.settings.parser import parse_settings
-from gpt.shape.config import ModelConfig, check_divides, parameter_shapes
+from gpt.shape.config import ModelConfig, RopeScaling, check_divides, parameter_shapes
 from parallel.comm_log import CommLog
 from parallel.errors import ConfigError
 from parallel.mesh import Axis
@@ -89,6 +89,23 @@ def test_a_folder_of_several_files_is_written_and_read_without_a_change(name, tm
     torch.testing.assert_close(again.state_dict(), ours.state_dict(), rtol=0, atol=0)
     with pytest.raises(ConfigError, match=r"holds \.safetensors files already"):
         write_weights(tmp_path, config, [])
+
+
+@pytest.mark.parametrize("scaling", [None, RopeScaling(factor=4.0, original_seq_length=8)])
+@pytest.mark.parametrize("name", ["llama2", "qwen2", "qwen3"])
+def test_a_configuration_has_its_rotary_base_by_the_names_of_transformers_4_and_5(name, scaling, tmp_path):
+    config = preset_config(name, rope_theta=7e5, rope_scaling=scaling)
+    write_weights(tmp_path, config, small_gpt(config).bfloat16().state_dict().items())
+    content = json.loads((tmp_path / "config.json").read_text())
+    assert (content["rope_theta"], content["torch_dtype"]) == (7e5, "bfloat16")
+    expected, path = config_to_transformers(config).rope_parameters, tmp_path / "config.json"
+    assert content["rope_scaling"] == (scaling and {key: expected[key] for key in expected if key != "rope_theta"})
+    for left_out in ((), ("rope_parameters",), ("rope_theta", "rope_scaling")):
+        path.write_text(json.dumps({key: value for key, value in content.items() if key not in left_out}))
+        theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+        assert (theirs.rope_parameters, theirs.dtype) == (expected, torch.bfloat16)
+        found, _ = read_pretrained(tmp_path)
+        assert (found.rope_theta, found.rope_scaling) == (7e5, scaling)
 
 
 @pytest.mark.parametrize("attention", ["flash", "math"])

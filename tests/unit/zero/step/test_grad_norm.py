@@ -61,9 +61,8 @@ def test_what_is_replicated_along_the_tensor_axis_is_counted_by_its_first_rank(r
     tensor = LonelyAxis("tensor", 2, rank, CommLog())
     names = dict(model.module.named_parameters())
     owned = {bucket: list(flat.stretches(bucket.shard)) for flat in model.flats for bucket in flat.buckets}
-    norm = GradNorm(
-        owned, set(names.values()), (Axis.trivial("shard"), tensor), {names["1.weight"]}, optimizer.loss_scale.scale
-    )
+    axes = Axis.trivial("shard"), Axis.trivial("replica"), tensor
+    norm = GradNorm(owned, set(names.values()), axes, {names["1.weight"]}, optimizer.loss_scale.scale)
     expected = nn.utils.get_total_norm([grads[name] for name in counted])
     torch.testing.assert_close(norm.total(), expected)
     of_layers = torch.stack([*norm.by_layer(model.module).values()])
