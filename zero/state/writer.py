@@ -11,9 +11,9 @@ that fails raises SaveError on all ranks, and leaves the checkpoints before it a
 
 import json
 import logging
-import os
 import shutil
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -36,6 +36,7 @@ from zero.state.tensor_file import write_tensors
 logger = logging.getLogger(__name__)
 
 WAIT_SECONDS = 5.0  # after which a rank that waits in the store looks for signals
+STALE_SECONDS = 90.0  # for which a client of a file server may not show what others have written
 
 
 class SaveError(ConfigError):
@@ -230,15 +231,17 @@ class HostCopies:
 
 
 def _find_files(partial: Path, reports: Sequence[Mapping[str, Any]]) -> None:
-    """Raise SaveError unless this rank finds the file of every rank: others may have written to disks of their own."""
-    sizes = {entry.name: entry.stat().st_size for entry in os.scandir(partial)}
+    """Wait until this rank finds the file of every rank. Raises SaveError if others have disks of their own."""
+    until = time.monotonic() + STALE_SECONDS
     for report in reports:
         path, num_bytes = rank_file(partial, report["rank"]), report["seal"][1]
-        if sizes.get(path.name) != num_bytes:
-            raise SaveError(
-                f"does not find {path} of {num_bytes} bytes, which rank {report['rank']} has written; put the folder "
-                "on a file system that all nodes share"
-            )
+        while not path.exists() or path.stat().st_size != num_bytes:
+            if time.monotonic() >= until:
+                raise SaveError(
+                    f"does not find {path} of {num_bytes} bytes, which rank {report['rank']} has written; put the "
+                    "folder on a file system that all nodes share"
+                )
+            time.sleep(0.5)
 
 
 def _reason(error: Exception) -> str:

@@ -95,8 +95,11 @@ def test_a_failure_names_the_checkpoint_the_rank_the_reason_and_the_remedy(
 
 
 @pytest.mark.parametrize("change", [Path.unlink, lambda path: os.truncate(path, 5)], ids=["missing", "short"])
-def test_files_that_the_first_rank_does_not_find_as_they_were_written_fail_the_save(tmp_path: Path, change: Any):
+def test_files_that_the_first_rank_does_not_find_as_they_were_written_fail_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Any
+):
     """Save as if a rank had written to the disk of another node."""
+    monkeypatch.setattr(module, "STALE_SECONDS", 0.0)
     writer = make_writer(torch.zeros(1), True, on_written=lambda partial, _: change(rank_file(partial, 0)))
     start(writer, tmp_path / "a")
     expected = rf"rank 0: does not find {tmp_path}/\.a\.partial/rank-00000\.safetensors of \d+ bytes, .* share; make"
