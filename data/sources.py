@@ -24,7 +24,7 @@ JSON_SUFFIXES = (".jsonl", ".json", ".ndjson", ".jsonl.gz", ".json.gz", ".ndjson
 PARQUET_SUFFIXES = (".parquet",)
 SUFFIXES = TEXT_SUFFIXES + JSON_SUFFIXES + PARQUET_SUFFIXES
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".br", ".zip")  # of which only those in JSON_SUFFIXES are read
-PREPARED = (".json", ".tokenizer.json", ".rejected.jsonl", ".cache")  # ends of names beside PREFIX.idx
+PREPARED = (".tokenizer.json", ".json", ".rejected.jsonl", ".cache")  # ends of names of a corpus PREFIX
 DATASETS_FILES = ("state.json", "dataset_dict.json")  # in a folder written by save_to_disk
 NOT_IN_STDLIB = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 NOT_IN_STDLIB |= {"encodings", "pydoc_data"}  # generated tables, a fifth of all tokens
@@ -203,7 +203,10 @@ def _files_of(name: str) -> list[str]:
 def _paths_below(folder: Path) -> list[Path]:
     """Return what is in a folder and its subfolders, without hidden files and folders and those of prepared corpora."""
     paths = [path for path in folder.rglob("*") if f"{os.sep}." not in f"{os.sep}{path.relative_to(folder)}"]
-    prepared = {f"{path.with_suffix('')}{ending}" for path in paths if path.suffix == ".idx" for ending in PREPARED}
+    # A preparation that has not ended, or that has made a tokenizer only, has no index.
+    ends = ".idx", PREPARED[0]
+    prefixes = {str(path).removesuffix(end) for path in paths for end in ends if path.name.endswith(end)}
+    prepared = {f"{prefix}{ending}" for prefix in prefixes for ending in PREPARED}
     return [path for path in paths if prepared.isdisjoint(map(str, (path, *path.parents)))]
 
 

@@ -98,7 +98,8 @@ class Trainer:
                 while not self._run_steps(roll_backs):
                     pass
                 self._auditor.raise_found()
-                if self._watch.has_stopped:
+                # A state after a bad loss is not saved: the run that resumes would not go back behind it.
+                if self._watch.has_stopped and not roll_backs.is_due(self._progress.step):
                     self._console.say(f"stopped by a signal after step {self._progress.step}; start again to resume")
                     self._recovery.save(self._progress)
                 self._recovery.finish()
@@ -130,31 +131,33 @@ class Trainer:
                     self._records.append(record)
                     skipped_in_a_row.check(record["step"], record["skipped_steps"])
                 # Before a save: a roll-back goes to the newest checkpoint, which has to be older than the bad loss.
-                if (record or self._saves_now()) and roll_backs.is_due(self._progress.step):
+                saves = self._due_saves()
+                if (record or any(saves)) and roll_backs.is_due(self._progress.step):
                     self._progress = self._recovery.roll_back(self._progress)
                     self._records.roll_back(self._progress.step)
                     return False
-                self._check_and_save()
+                self._check_and_save(*saves)
                 if timers := self._profiler.end(self._progress.step):
                     self._console.show(timer_table(timers))
                     self._console.say("\n".join(straggler_lines(timers, self._nodes)) or "no stragglers")
 
-    def _saves_now(self) -> bool:
-        """Return True if a checkpoint or a snapshot is due after this step."""
-        saves = self._settings.checkpoint
-        return any(every and self._is_due(every) for every in (saves.every, saves.snapshot_every))
+    def _due_saves(self) -> tuple[bool, bool]:
+        """Return whether a snapshot and a checkpoint are due after this step."""
+        saves, step = self._settings.checkpoint, self._progress.step
+        is_snapshot_due = bool(saves.snapshot_every) and step % saves.snapshot_every == 0
+        return is_snapshot_due, bool(saves.every) and self._is_due(saves.every)
 
-    def _check_and_save(self) -> None:
-        """Compare replicas and save a checkpoint, if either is due after this step."""
+    def _check_and_save(self, is_snapshot_due: bool, is_checkpoint_due: bool) -> None:
+        """Compare replicas, if this is due after this step, and save."""
         step, every = self._progress.step, self._settings.guard.check_replicas_every
         if every and step % every == 0:
             compare_replicas(self.state, step)
-        if (every := self._settings.checkpoint.snapshot_every) and step % every == 0:
+        if is_snapshot_due:
             self._auditor.raise_found()  # a state that is known to be damaged is not saved
             with self.state.mesh.log.during("checkpoint"):
                 self._recovery.save_snapshot(self._progress)
             self._throughput.restart()
-        if self._settings.checkpoint.every and self._is_due(self._settings.checkpoint.every):
+        if is_checkpoint_due:
             self._auditor.raise_found()
             with self.state.mesh.log.during("checkpoint"):
                 self._recovery.save(self._progress)

@@ -73,8 +73,8 @@ class RunSaver:
         return self._writer.wait()
 
     def _publish(self, partial: Path, final: Path) -> None:
-        # Not this run's own: it set aside those of steps to come when it began, and saves no step twice. A crash before
-        # the next line leaves the checkpoint of an earlier step as the newest.
+        # It is of an earlier run, or of a save of this step that failed after its rename. A crash before the next line
+        # leaves the checkpoint of an earlier step as the newest.
         if final.exists():
             set_aside(self._folder, [final])
         partial.rename(final)

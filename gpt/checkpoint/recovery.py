@@ -101,7 +101,7 @@ class Recovery:
         return progress
 
     def _choose(self, own: Path | None) -> Path | None:
-        """Return the newest of what ranks have found, by their listings: those of a file server may be old on some.
+        """Return the newest checkpoint that a rank has found: a file server may show an old listing to some ranks.
 
         Raises ConfigError unless all ranks have it.
         """

@@ -5,7 +5,7 @@ config.json, model.safetensors.index.json, model-00001-of-00003.safetensors, ...
 
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -212,11 +212,11 @@ def write_weights(
     tokenizer has more ids than the model, and OSError if a write fails.
     """
     check_fits(tokenizer, config)
-    family, dtypes = family_of(config), set()
+    family, dtypes = family_of(config), []
 
     def converted() -> Iterator[tuple[str, Tensor]]:
         for name, tensor in weights:
-            dtypes.add(tensor.dtype)
+            dtypes.append(tensor.dtype)
             yield from to_transformers(name, tensor.detach().cpu(), family, config).items()
 
     write_folder(folder, converted(), file_bytes)
@@ -245,10 +245,10 @@ def write_config(folder: Path, config: ModelConfig, tokenizer: Tokenizer | None,
         copy_tokenizer(origin, folder)
 
 
-def _add_older_names(path: Path, dtypes: set[torch.dtype]) -> None:
+def _add_older_names(path: Path, dtypes: Sequence[torch.dtype]) -> None:
     """Add the names of transformers 4 to a configuration: a reader of these would take defaults in silence."""
     content = json.loads(path.read_bytes())
-    for dtype in dtypes:
+    for dtype in dtypes[:1]:
         content.setdefault("torch_dtype", str(dtype).removeprefix("torch."))
     if rope := content.get("rope_parameters"):
         content["rope_theta"] = rope["rope_theta"]

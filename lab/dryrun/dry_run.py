@@ -135,7 +135,7 @@ def num_alike(settings: Settings, num_batch_ranks: int) -> int:
 
 @contextmanager
 def _streams(settings: Settings, world: World, compiled_calls: CompiledCalls) -> Iterator[None]:
-    """Give the run the streams and the compiler of a GPU, if it imitates one; single operations are to be checked."""
+    """Check the streams if the settings say so; else give the run the streams and compiler of an imitated GPU."""
     with ExitStack() as stack:
         if settings.profile.check_streams:
             stack.enter_context(streams_checked(world.device))

@@ -113,7 +113,7 @@ class CompiledCalls:
         elif self.log is not None:
             kernels = region.compiled[FORWARD]
             scale = args[0].numel() / numel
-            self.log.append(replace(kernel, num_bytes=round(kernel.num_bytes * scale)) for kernel in kernels)
+            self.log.extend(replace(kernel, num_bytes=round(kernel.num_bytes * scale)) for kernel in kernels)
 
     def on_operation(self, *_operation: Any) -> None: ...
 

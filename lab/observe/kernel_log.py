@@ -86,7 +86,7 @@ class KernelLog:
         """Return the number of kernels so far, for use as the clock of a `CommLog` that is the same on any machine."""
         return len(self.kernels)
 
-    def append(self, kernels: Iterable[Kernel]) -> None:
+    def extend(self, kernels: Iterable[Kernel]) -> None:
         """Add kernels that were not observed, in the present part of the step."""
         self.kernels += [replace(kernel, phase=self._phase()) for kernel in kernels]
 

@@ -132,12 +132,17 @@ class Ranks:
     def kill(self) -> None:
         """Kill the ranks and wait for their ends: the next ones need their memory and their ports.
 
-        Raises TimeoutExpired if they, or what writes to their logs, do not end.
+        Raises TimeoutExpired if they do not end. What another process still writes to a log then is lost.
         """
         self.send(signal.SIGKILL)
         until = time.monotonic() + KILL_SECONDS
-        for process in (*self._processes, *self._log_writers):
+        for process in self._processes:
             process.wait(max(0.0, until - time.monotonic()))
+        for writer in self._log_writers:
+            try:
+                writer.wait(max(0.0, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                writer.kill()
 
 
 class Signals:
@@ -145,16 +150,21 @@ class Signals:
 
     Of SIGTERM, SIGINT and SIGHUP the first lets the ranks save and end, and the second kills them, unless it is SIGHUP,
     of which a terminal that is closed sends two. After a scheduler's warnings they save and end too, and the job ends
-    well.
+    well. None of these signals is followed by another start.
     """
 
     def __init__(self, ranks: Ranks) -> None:
         self.received: list[int] = []
+        self.was_warned = False
         self._ranks = ranks
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._receive)
-        take_warnings(lambda number, _frame: ranks.send(number))
+        take_warnings(self._warn)
+
+    def _warn(self, number: int, _frame: object) -> None:
+        self._ranks.send(number)
+        self.was_warned = True
 
     def _receive(self, number: int, _frame: object) -> None:
         self._ranks.send(signal.SIGKILL if self.received and number != signal.SIGHUP else signal.SIGTERM)
@@ -218,7 +228,7 @@ class Agent:
         """Join the start that another node leads, lead the next one, or end with the job."""
         found, own = self._peers.read(self._options.nodes), self._own
         is_patient = self._peers.seconds() < self._options.wait
-        if self._signals.received:
+        if self._signals.received or self._signals.was_warned:
             self._end(own.code)
         elif ended := end_of_job(own, found):
             self._end(ended.code)

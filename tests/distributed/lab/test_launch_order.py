@@ -18,7 +18,7 @@ from tests.launch_order import Job, waiting_time
 from zero.partition.stage import Lifetime
 
 NUM_RANKS = 8
-NORM_BYTES = 4 * NUM_RANKS  # gathered
+NORM_BYTES = 4 * NUM_RANKS  # at most: it is gathered if there are replicas
 # {name: (values of FACTORS, {(axis, operation): (exposed, all) collectives of a step})}, without the tensor axis. The
 # exposed ones are those for which the computation waits without having run anything since their launch. Copies between
 # the accelerator and the host run beside the computation: in one step 14 of shards of parameters to the accelerator, 5

@@ -235,7 +235,7 @@ def test_a_source_whose_content_has_changed_has_another_version(tmp_path, monkey
 
 def test_a_tokenizer_alone_is_written_and_named_by_its_prefix(tmp_path, capsys):
     (tmp_path / "a.txt").write_text(TEXTS[0])
-    arguments = ["--source", str(tmp_path / "a.txt"), "--output"]
+    arguments = ["--source", str(tmp_path), "--output"]
     main([*arguments, str(tmp_path / "words"), "--train_vocab_size", "258", "--tokenizer_only"])
     assert [path.name for path in tmp_path.glob("words*")] == ["words.tokenizer.json"]
     assert capsys.readouterr().out == f"{tmp_path / 'words'}: a tokenizer, vocabulary 258\n"

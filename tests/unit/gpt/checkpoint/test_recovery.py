@@ -18,6 +18,7 @@ from gpt.run_folder.files import METRICS, NUMBERS_OF_A_STEP, append_records
 from gpt.settings.run import CheckpointSettings
 from lab.faults.damage import DAMAGES
 from parallel.errors import ConfigError
+from tests.programs import HANG_SECONDS
 from tests.unit.gpt.checkpoint.runs import DATA, tiny_state, train_step
 from zero.state import writer
 from zero.state.writer import SaveError
@@ -164,9 +165,11 @@ def test_a_run_saves_the_step_from_which_it_resumes_unless_its_own_folder_has_it
     first.save(1)
     first.recovery.finish()
     first.recovery.save_snapshot(Progress(2, 4, first.name))
-    first.recovery.release()
+    deadline = time.monotonic() + HANG_SECONDS
     while not list((tmp_path / "memory").glob("*/step-00000002")):  # it is written in another thread
+        assert time.monotonic() < deadline
         time.sleep(0.01)
+    first.recovery.release()
     named = str(folder / "checkpoints/../checkpoints/step-00000001")
     for where, settings, step, completed in (
         ("run", {}, 1, []),
