@@ -124,7 +124,7 @@ def start_world(options: StartOptions = StartOptions()) -> World:
         # The ranks agree on a prefix of the store before the process group uses it: a group that reads the keys of an
         # earlier start would try to connect to processes that have ended.
         store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=START_SECONDS)))
-        store.set_timeout(options.collective_timeout)  # as of a store that torch makes with a group
+        store.set_timeout(options.collective_timeout)  # torch gives it to the stores that it makes itself
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             store=_store_of_this_start(store, rank, size, START_SECONDS),

@@ -148,7 +148,7 @@ class ZeroDataParallel(nn.Module):
         """Make updated parameters, some or all, readable by what is launched after this.
 
         They may still be on their way with `overlap_gather`. Without `params`, owned parameters and master weights may
-        then be written too; the host calls `Offload.synchronize` first.
+        then be written too. Before the host writes them, call `Offload.synchronize`.
         """
         for flat in self.flats:
             flat.wait_for_updates(params)

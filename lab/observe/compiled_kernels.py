@@ -95,6 +95,7 @@ class CompiledCalls:
     def __init__(self, is_on_host: Callable[[Tensor], bool]):
         self.log: KernelLog | None = None
         self._is_on_host = is_on_host
+        self._planned: dict[Any, tuple[int, CompiledRegion | None]] = {}  # {types of a call: (elements, plan)}
 
     def compiles(self, tensor: Tensor) -> bool:
         return not self._is_on_host(tensor)
@@ -102,12 +103,12 @@ class CompiledCalls:
     def run_compiled(self, function: Callable[..., None], args: Sequence[Any], constants: Mapping[str, Any]) -> None:
         kinds = [(leaf.dim(), leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in tree_leaves(args)]
         key = function, tuple(constants.items()), tuple(kinds)
-        if key not in _planned:
+        if key not in self._planned:
             region = None
             with real_tensors():
                 region = compiled_region(lambda: (partial(function, **constants), tree_map(_empty_like, tuple(args))))
-            _planned[key] = args[0].numel(), region
-        numel, region = _planned[key]
+            self._planned[key] = args[0].numel(), region
+        numel, region = self._planned[key]
         if region is None:
             function(*args, **constants)
         elif self.log is not None:
@@ -116,9 +117,6 @@ class CompiledCalls:
             self.log.extend(replace(kernel, num_bytes=round(kernel.num_bytes * scale)) for kernel in kernels)
 
     def on_operation(self, *_operation: Any) -> None: ...
-
-
-_planned: dict[Any, tuple[int, CompiledRegion | None]] = {}  # {function and types of arguments: (elements, plan)}
 
 
 def _empty_like(leaf: Any) -> Any:

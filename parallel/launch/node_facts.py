@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -76,7 +77,7 @@ def find_facts(job: Job, address: str = "") -> NodeFacts:
         name=socket.gethostname(),
         address=address,
         code={str(path.relative_to(ROOT)): _digest(path) for path in _source_files()},
-        versions=f"Python {platform.python_version()}, torch {torch.__version__}",
+        versions=f"Python {platform.python_version()}, torch {torch.__version__}, {_compilers()}",
         settings=sorted(job.settings),
         data={str(path): _digest(path) for path in job.files},
         num_devices=torch.cuda.device_count(),
@@ -85,6 +86,12 @@ def find_facts(job: Job, address: str = "") -> NodeFacts:
         disk_bytes_per_second=rate,
         disk_error=error,
     )
+
+
+def _compilers() -> str:
+    """Return what torch.compile needs for a GPU, as far as it is installed."""
+    found = {"Triton": find_spec("triton"), "a C compiler": shutil.which("cc") or shutil.which("gcc")}
+    return " and ".join(name for name, where in found.items() if where) or "no compiler"
 
 
 @contextmanager

@@ -109,7 +109,8 @@ def scale_of(amax: Tensor, largest: float = LARGEST["e4m3"]) -> Tensor:
     smallest normal number times `largest` get smaller codes instead.
     """
     codes = torch.full_like(amax, largest)
-    # A tensor that is not constant: of other divisors, CUDA and inductor take the reciprocal, and round twice.
+    # The divisor is a tensor, and no constant: instead of dividing by a number, CUDA and inductor multiply by its
+    # reciprocal, which rounds twice.
     divisors = torch.where(amax.isfinite(), codes, torch.full_like(amax, math.nan))
     return (torch.where(amax == 0, codes, amax) / divisors).clamp(min=SMALLEST_NORMAL)
 

@@ -46,9 +46,9 @@ class AdamWBf16(CompressedAdamW):
     def context(self, param: nn.Parameter, elements: slice) -> tuple[Any, ...]:
         """Return the place of the elements and the seed; on a GPU the place has tensors, which compiled code reads."""
         place = self._places[param]
-        if param.is_cuda and not isinstance(place.start, Tensor):  # once, because a copy blocks the host
-            number = torch.tensor(place.param, dtype=torch.int32, device=param.device)
-            place = replace(place, param=number, start=torch.tensor(place.start, device=param.device))
+        if param.is_cuda and not isinstance(place.start, Tensor):  # once, without a copy, for which the host would wait
+            number = torch.full((), int(place.param), dtype=torch.int32, device=param.device)
+            place = replace(place, param=number, start=torch.full((), place.start, device=param.device))
             self._places[param] = place
         return replace(place, start=place.start + elements.start), self.defaults["seed"]
 

@@ -32,7 +32,7 @@ class CompressedAdamW(GroupedAdamW):
 
     @abstractmethod
     def context(self, param: nn.Parameter, elements: slice) -> tuple[Any, ...]:
-        """Return what else decides how moments of some elements are stored."""
+        """Return what `decoded` and `encoded` need beside the states, such as tables or places."""
 
     @staticmethod
     @abstractmethod
@@ -75,13 +75,17 @@ def update_elements_(
     grad: Tensor,
     stored: list[Sequence[Tensor]],
     context: tuple[Any, ...],
-    numbers: tuple[Any, ...],
+    scalars: tuple[Any, ...],
     *,
     method: type[CompressedAdamW],
     settings: tuple[Any, ...],
 ) -> None:
-    """Update some elements and their moments; the rate is negative, and 0 in a step that is skipped, the factor 1."""
-    (step, rate, factor, skip), (beta1, beta2, eps, is_cautious) = numbers, settings
+    """Update some elements and their moments.
+
+    `scalars` are the step, the negative rate, the factor of the decay, and whether to skip: then the rate is 0, and the
+    factor 1.
+    """
+    (step, rate, factor, skip), (beta1, beta2, eps, is_cautious) = scalars, settings
     first, second = method.decoded(stored, context, param.dtype)
     grad = grad if skip is None else grad.masked_fill(skip, 0.0)  # times a weight of zero, inf would be NaN
     first.lerp_(grad, 1 - beta1)

@@ -41,8 +41,6 @@ class Stretch:
     """The elements, counted in the piece of the parameter that the rank owns."""
     place: range
     """The elements of the message."""
-    is_sent: bool
-    """False if the matrix is computed by another replica, which owns the same elements."""
 
     def in_message(self, message: Tensor) -> Tensor:
         """Return a view of the stretch in the message, in the shape of the view of `runs`."""
@@ -207,7 +205,7 @@ class MatrixExchange:
             computing = ranks[number][0] // axis.size
             moved = computing * self._part_numel - before[computing]
             place = range(place.start + moved, place.stop + moved)
-            self.stretches[piece].append(Stretch(number, start, runs, place, computing == replica.rank))
+            self.stretches[piece].append(Stretch(number, start, runs, place))
             if number in in_parts:
                 self._kept.append((shifted(range(start, start + runs.numel), -in_parts[number].start), place))
         for (_, number, start, runs), place in zip(received, in_received, strict=True):

@@ -98,10 +98,8 @@ class WholeMatrixMethod(MatrixMethod):
         """The data type in which directions and updates are sent."""
 
     @abstractmethod
-    def direction(
-        self, param: nn.Parameter, grad: Tensor, group: dict[str, Any], view: View, out: Tensor | None
-    ) -> None:
-        """Update the states of some elements, and write the values to send to `out`, unless it is None.
+    def direction(self, param: nn.Parameter, grad: Tensor, group: dict[str, Any], view: View, out: Tensor) -> None:
+        """Update the states of some elements, and write the values to send to `out`.
 
         `view` selects the elements, of the gradient and of a state of the parameter. May overwrite the gradient. The
         values are finite, also in a step that is skipped.

@@ -153,7 +153,8 @@ class MatrixUpdates(OwnedMatrices):
             own, group = cut(grad, piece.elements), self.group_of(piece)
             for one in self._rounds:
                 for stretch in one.exchange.stretches[piece]:
-                    out = stretch.in_message(one.of(bucket)) if stretch.is_sent else None
+                    # Also if another replica computes the matrix: it overwrites these elements by its update.
+                    out = stretch.in_message(one.of(bucket))
                     self.inner.direction(piece.param, own, group, stretch.runs.view, out)
 
     def send(self) -> None:

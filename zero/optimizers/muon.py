@@ -90,9 +90,7 @@ class Muon(MatrixOptimizer):
         if not self.state[param]:
             self.state[param]["momentum_buffer"] = torch.zeros_like(param)
 
-    def direction(
-        self, param: nn.Parameter, grad: Tensor, group: dict[str, Any], view: View, out: Tensor | None
-    ) -> None:
+    def direction(self, param: nn.Parameter, grad: Tensor, group: dict[str, Any], view: View, out: Tensor) -> None:
         """Update the momentum, and write the direction that is made orthogonal."""
         buffer, skip = view(self.state[param]["momentum_buffer"]), self.skip_flag()
         weight, momentum = self.if_kept(1 - group["momentum"], grad.dtype), group["momentum"]
@@ -132,7 +130,7 @@ def write_direction_(
     grad: Tensor,
     weight: Tensor | float,
     skip: Tensor | None,
-    out: Tensor | None,
+    out: Tensor,
     nesterov: Tensor | float | None,
 ) -> None:
     """Update some elements of the momentum, and write their direction to `out`; None for `nesterov` is no Nesterov.
@@ -142,9 +140,9 @@ def write_direction_(
     if skip is not None:
         grad = grad.masked_fill(skip, 0.0) if is_traced(grad) else grad.masked_fill_(skip, 0.0)
     buffer.lerp_(grad, weight)
-    if out is not None and nesterov is not None:
+    if nesterov is not None:
         torch.lerp(grad, buffer, nesterov, out=out)  # rounded to the type of `out` once
-    elif out is not None:
+    else:
         out.copy_(buffer)
 
 

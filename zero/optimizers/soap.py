@@ -43,13 +43,10 @@ class Soap(MatrixOptimizer):
         """Count a step."""
         group["num_rounds"] = group.get("num_rounds", 0) + 1
 
-    def direction(
-        self, param: nn.Parameter, grad: Tensor, group: dict[str, Any], view: View, out: Tensor | None
-    ) -> None:
+    def direction(self, param: nn.Parameter, grad: Tensor, group: dict[str, Any], view: View, out: Tensor) -> None:
         """Write the gradient, or zeros in a step that is skipped; a stretch has no states."""
-        if out is not None:
-            out.copy_(view(grad))
-            self.clear_if_skipped(out)
+        out.copy_(view(grad))
+        self.clear_if_skipped(out)
 
     def matrix_state(self, shape: tuple[int, int], device: torch.device) -> dict[str, Tensor]:
         """Return the states of a matrix before its first update."""

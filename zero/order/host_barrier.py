@@ -71,7 +71,8 @@ class HostBarrier:
             raise BrokenBarrier(
                 f"{self._axis.name} rank {self._axis.rank} {purpose}, {self._axis.name} rank {other} {their_purpose}"
             )
-        # All ranks have arrived here, so none reads the keys of the use before this any more. The store keeps all keys.
+        # All ranks have arrived here, so none reads the keys of the use before this any more. The store would keep them
+        # for the whole run.
         for key in (str(self._axis.rank), *(("purpose", "arrived", "end") if self._axis.rank == 0 else ())):
             self._store.delete_key(f"{self._prefix}/{self._num_uses - 1}/{key}")
 

@@ -32,8 +32,7 @@ def compiled_on_gpus(function: Callable[..., None]) -> Callable[..., None]:
     """Return a function that is compiled for tensors on a GPU, and runs as it is elsewhere or while it is observed.
 
     Its arguments are tensors, and floats, also in tuples, which compiled code gets as tensors of the first one's type:
-    they may differ from step to step. Keyword arguments are constants of the code. A second size compiles it again, for
-    all sizes.
+    they may differ from step to step. Keyword arguments are constants of the code. A few compilations serve all sizes.
     """
 
     @wraps(function)
@@ -49,7 +48,10 @@ def compiled_on_gpus(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def runs_compiled(tensor: Tensor) -> bool:
-    """Return whether functions of a tensor run compiled now; single operations are observed eager."""
+    """Return whether functions of a tensor run compiled now; while operations are observed, they run eager.
+
+    A preflight compares the compilers of nodes: replicas that were compiled and eager ones would differ by roundings.
+    """
     if tensor.is_cuda and not active_dispatch_modes():
         return _works(tensor.device)
     return _imitated_compiler(tensor) is not None
@@ -67,7 +69,7 @@ def _works(device: torch.device) -> bool:
 
 @cache
 def _compiled(function: Callable[..., None]) -> Callable[..., None]:
-    return torch.compile(function)
+    return torch.compile(function, dynamic=True)
 
 
 def _with_numbers(value: Any, like: Tensor) -> Any:

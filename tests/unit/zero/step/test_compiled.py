@@ -1,6 +1,7 @@
 """Element-wise functions as inductor compiles them, here to C++, beside the eager ones."""
 
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -12,6 +13,7 @@ from zero.optimizers.adamw_bf16 import AdamWBf16
 from zero.optimizers.compressed_adamw import update_elements_
 from zero.optimizers.matrix_method import add_
 from zero.optimizers.muon import write_direction_
+from zero.step import compiled
 from zero.step.compiled import compiled_on_gpus
 from zero.step.pieces import WholePlace
 
@@ -36,12 +38,12 @@ def stored_bits(moments: list[Tensor], place: WholePlace, step: Tensor) -> list[
 
 @needs_compiler
 def test_random_bits_are_those_of_the_element_whether_compiled_or_not():
-    compiled = torch.compile(stored_bits, dynamic=True, fullgraph=True)
+    fast = torch.compile(stored_bits, dynamic=True, fullgraph=True)
     moments, step = randoms(2), torch.tensor(5.0)
     expected = stored_bits(moments, replace(place_at(START), param=3, start=START), step)
-    assert all(map(torch.equal, compiled(moments, place_at(START), step), expected))
+    assert all(map(torch.equal, fast(moments, place_at(START), step), expected))
     for part in (slice(0, 37), slice(37, NUMEL)):
-        found = compiled([moment[part] for moment in moments], place_at(START + part.start), step)
+        found = fast([moment[part] for moment in moments], place_at(START + part.start), step)
         assert all(torch.equal(values, whole[part]) for values, whole in zip(found, expected, strict=True))
     others = stored_bits(moments, place_at(START + 1), step)
     assert not any(map(torch.equal, others, expected))
@@ -50,10 +52,10 @@ def test_random_bits_are_those_of_the_element_whether_compiled_or_not():
 @needs_compiler
 def test_a_compiled_update_differs_by_roundings_and_reads_a_new_rate():
     update = partial(update_elements_.__wrapped__, method=AdamWBf16, settings=SETTINGS)
-    compiled = torch.compile(update, dynamic=True, fullgraph=True)
+    fast = torch.compile(update, dynamic=True, fullgraph=True)
     for step, is_skipped, rate in ((1.0, False, -0.1), (2.0, True, 0.0), (3.0, False, -0.3)):
         found = []
-        for run in (update, compiled):
+        for run in (update, fast):
             param, grad, *moments = randoms(4)
             grad = grad * torch.inf if is_skipped else grad
             stored = [(moment.abs().bfloat16(),) for moment in moments]
@@ -77,10 +79,10 @@ def test_a_compiled_update_differs_by_roundings_and_reads_a_new_rate():
 
 @needs_compiler
 def test_compiled_momentum_and_updates_of_matrices_are_the_eager_ones_but_for_roundings():
-    compiled = [torch.compile(f.__wrapped__, dynamic=True, fullgraph=True) for f in (write_direction_, add_)]
+    fast = [torch.compile(f.__wrapped__, dynamic=True, fullgraph=True) for f in (write_direction_, add_)]
     for is_skipped, momentum in ((False, 0.9), (True, 0.9), (False, 0.95)):
         found = []
-        for write, add in ((write_direction_.__wrapped__, add_.__wrapped__), compiled):
+        for write, add in ((write_direction_.__wrapped__, add_.__wrapped__), fast):
             buffer, grad, param = (values.view(20, 50) for values in randoms(3))
             grad = grad * torch.inf if is_skipped else grad
             out = torch.empty(20, 50, dtype=torch.bfloat16)
@@ -88,8 +90,32 @@ def test_compiled_momentum_and_updates_of_matrices_are_the_eager_ones_but_for_ro
             write(buffer, grad, weight, torch.tensor(is_skipped), out, torch.tensor(momentum))
             add(param, out, torch.tensor(-0.1), torch.tensor(0.9), is_cautious=True)
             found.append((buffer, out, param))
-        torch.testing.assert_close(found[1], found[0], rtol=2**-7, atol=2**-20)
+        (buffer, out, param), (expected, directions, updated) = found
+        torch.testing.assert_close(buffer, expected, rtol=2**-20, atol=2**-20)
+        torch.testing.assert_close(out, directions, rtol=2**-7, atol=2**-20)  # the next value of bf16
+        torch.testing.assert_close(param, updated, rtol=2**-20, atol=0.1 * 2**-7 * directions.abs().max().item())
         assert found[1][0].equal(randoms(3)[0].view(20, 50)) is is_skipped
+
+
+def test_no_step_compiles_again_if_rates_or_sizes_are_others(monkeypatch):
+    """Run what GPUs run, with a compiler that counts graphs and generates no code."""
+    graphs: list[object] = []
+
+    def counted(graph: torch.fx.GraphModule, _inputs: object) -> Callable[..., object]:
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(compiled, "runs_compiled", lambda _tensor: True)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counted))
+    write = compiled_on_gpus(write_direction_.__wrapped__)
+    num_graphs = []
+    for step in range(4):
+        for rows in (2, 5, 7 + step):
+            buffer, grad, expected = torch.zeros(rows, 12), torch.ones(rows, 12), torch.empty(rows, 12)
+            write(buffer, grad, 0.25 + step / 8, None, expected, 0.5 + step / 8)
+            assert buffer.eq(0.25 + step / 8).all()
+        num_graphs.append(len(graphs))
+    assert 0 < num_graphs[0] == num_graphs[-1] < 4
 
 
 def test_a_function_gets_its_arguments_as_they_are_on_a_cpu():
