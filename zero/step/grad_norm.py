@@ -49,7 +49,8 @@ class GradNorm:
     ):
         shard, replica, tensor = axes
         self._axes, self._loss_scale = (shard, tensor), loss_scale
-        self._adds_in_order = (replica.has_peers, True)
+        # In the order of ranks; an axis of one rank has nothing to add.
+        self._adds_in_order = shard.size > 1 and replica.size > 1, tensor.size > 1
         num_blocks = tensor.size * sum(2 + real_shape(param).numel() // NORM_BLOCK for param in params)
         self._num_blocks = num_blocks if in_blocks else None
         counted = params if tensor.rank == 0 else params & split
@@ -67,7 +68,8 @@ class GradNorm:
         if self._num_blocks is not None:
             return 8 * 3 * BLOCKS_CHUNK
         both = zip(self._axes, self._adds_in_order, strict=True)
-        return 4 * (1 + max(3 * NUM_NORMS, *(axis.size + 1 for axis, adds_in_order in both if adds_in_order)))
+        gathered = [axis.size + 1 for axis, adds_in_order in both if adds_in_order]
+        return 4 * (1 + max([3 * NUM_NORMS, *gathered]))
 
     def total(self) -> Tensor:
         """Return the global norm, 0-dim, from the norms of a few chunks at a time (C_B).

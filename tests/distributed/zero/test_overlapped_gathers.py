@@ -85,7 +85,7 @@ def waits_for_gathers(
         begun.append("step")
         READS[read](model, optimizer)
     gathers = [event for event in events if event.op == "all_gather" and event.phase != "agreement"]
-    gathers = gathers[1 : 1 + len(model.buckets)]  # not that of the norm, nor those of what has been loaded
+    del gathers[len(model.buckets) :]  # those of what has been loaded
     names = {param: name for name, param in module.named_parameters()}
     readers = [{reader_of(names[param]) for param in bucket.grads.parts} for bucket in model.buckets]
     waits = [None if gather.awaited is None else int(gather.awaited) - 1 for gather in gathers]
