@@ -98,16 +98,25 @@ class Trainer:
                 while not self._run_steps(roll_backs):
                     pass
                 self._auditor.raise_found()
-                # A state after a bad loss is not saved: the run that resumes would not go back behind it.
-                if self._watch.has_stopped and not roll_backs.is_due(self._progress.step):
-                    self._console.say(f"stopped by a signal after step {self._progress.step}; start again to resume")
-                    self._recovery.save(self._progress)
+                if self._watch.has_stopped:
+                    self._stop(roll_backs)
                 self._recovery.finish()
                 self._records.report(self.state, self._console)
             if first >= self._settings.train.steps:
                 self._console.say(nothing_left(self._settings, self._progress.step))
         finally:
             self._recovery.release()
+
+    def _stop(self, roll_backs: RollBacks) -> None:
+        """Save what a run has reached that is stopped by a signal, unless it has to go back behind a bad loss."""
+        stopped = f"stopped by a signal after step {self._progress.step}"
+        if roll_backs.is_due(self._progress.step):
+            self._console.say(
+                f"{stopped}, after a bad loss: not saved; the next start resumes from the checkpoint before"
+            )
+        else:
+            self._console.say(f"{stopped}; start again to resume")
+            self._recovery.save(self._progress)
 
     def _run_steps(self, roll_backs: RollBacks) -> bool:
         """Run steps until the last one, a signal or a roll-back; return False after a roll-back."""

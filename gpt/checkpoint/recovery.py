@@ -44,7 +44,6 @@ class Recovery:
         self._config, self._run_dir = config, run_dir
         self._state, self._data, self._say = state, data, say
         self._is_first = state.mesh.rank == 0
-        self._decisions = Decisions(state.mesh.rank, state.mesh.size)
         self._lock, kept = RunLock(self._run_dir), Kept(config.keep, config.keep_every)
 
         def on_complete(saved: Path) -> None:
@@ -105,11 +104,12 @@ class Recovery:
 
         Raises ConfigError unless all ranks have it.
         """
-        step, path = self._decisions.decide([(step_in_name(own) or 0) if own else -1, str(own)], max)
+        decisions = Decisions(self._state.mesh.rank, self._state.mesh.size)
+        step, path = decisions.decide([(step_in_name(own) or 0) if own else -1, str(own)], max)
         if step < 0:
             return None
         chosen = Path(path)
-        has_it = self._decisions.decide(chosen.exists(), list)
+        has_it = decisions.decide(chosen.exists(), list)
         if not all(has_it):
             raise ConfigError(
                 f"rank {has_it.index(False)} does not have {chosen}, from which another rank would go on; put "

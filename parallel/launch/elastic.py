@@ -162,9 +162,12 @@ class Signals:
                 signal.signal(number, self._receive)
         take_warnings(self._warn)
 
+    def ask_to_end(self) -> bool:
+        return self.was_warned or bool(self.received)
+
     def _warn(self, number: int, _frame: object) -> None:
-        self._ranks.send(number)
         self.was_warned = True
+        self._ranks.send(number)
 
     def _receive(self, number: int, _frame: object) -> None:
         self._ranks.send(signal.SIGKILL if self.received and number != signal.SIGHUP else signal.SIGTERM)
@@ -228,7 +231,7 @@ class Agent:
         """Join the start that another node leads, lead the next one, or end with the job."""
         found, own = self._peers.read(self._options.nodes), self._own
         is_patient = self._peers.seconds() < self._options.wait
-        if self._signals.received or self._signals.was_warned:
+        if self._signals.ask_to_end():
             self._end(own.code)
         elif ended := end_of_job(own, found):
             self._end(ended.code)
@@ -276,8 +279,13 @@ class Agent:
         return find_problems([self._facts, *others]) if self._options.check else []
 
     def _start(self, start: Record) -> None:
+        if self._signals.ask_to_end():  # since the records were read
+            self._end(self._own.code)
+            return
         self._ranks.start(start, self._stores[start.leader])
         self._peers.become(**vars(start) | {"state": "running", "code": None})
+        if self._signals.ask_to_end():
+            self._ranks.send(signal.SIGTERM)  # the signal may have come before these ranks
 
     def _watch(self) -> None:
         """Follow the ranks of this node and the records of the others."""

@@ -77,7 +77,7 @@ def find_facts(job: Job, address: str = "") -> NodeFacts:
         name=socket.gethostname(),
         address=address,
         code={str(path.relative_to(ROOT)): _digest(path) for path in _source_files()},
-        versions=f"Python {platform.python_version()}, torch {torch.__version__}, {_compilers()}",
+        versions=f"Python {platform.python_version()}, torch {torch.__version__}{_compilers()}",
         settings=sorted(job.settings),
         data={str(path): _digest(path) for path in job.files},
         num_devices=torch.cuda.device_count(),
@@ -89,9 +89,11 @@ def find_facts(job: Job, address: str = "") -> NodeFacts:
 
 
 def _compilers() -> str:
-    """Return what torch.compile needs for a GPU, as far as it is installed."""
-    found = {"Triton": find_spec("triton"), "a C compiler": shutil.which("cc") or shutil.which("gcc")}
-    return " and ".join(name for name, where in found.items() if where) or "no compiler"
+    """Return what torch.compile needs on a GPU, as far as it is installed."""
+    if not torch.cuda.is_available():
+        return ""
+    compiler = "a C compiler" if shutil.which("cc") or shutil.which("gcc") else "no C compiler"
+    return f", {'Triton' if find_spec('triton') else 'no Triton'} and {compiler}"
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -293,6 +294,22 @@ def test_a_run_rolls_back_before_it_saves_a_checkpoint_after_a_bad_loss(corpus, 
     guarded(corpus, tmp_path / "run", [3], **settings)
     said = "".join(capsys.readouterr().out.split())
     assert f"rolledbackfromstep4to{tmp_path}/run/checkpoints/step-00000002;" in said
+
+
+def test_a_run_that_is_stopped_after_a_bad_loss_saves_nothing(corpus, tmp_path, capsys):
+    bad, losses_so_far = Bad(2), count(1)  # the first step is logged
+
+    def judge_and_stop(guard: LossGuard, loss: Tensor) -> Tensor:
+        if next(losses_so_far) == 2:
+            signal.raise_signal(signal.SIGTERM)
+        return bad(guard, loss)
+
+    every = {"checkpoint__every": 10**6, "train__log_every": 10**6, "train__steps": 10**6}
+    settings = {"guard__policy": "roll_back", "schedule__decay": "constant"} | every | PLAIN
+    with mock.patch.object(LossGuard, "judge", judge_and_stop):
+        pretrain(parse_settings(options(corpus, tmp_path / "run", **settings)), start_world())
+    assert "afterabadloss:notsaved" in "".join(capsys.readouterr().out.split())
+    assert not [*(tmp_path / "run").glob("checkpoints/step-*")]
 
 
 def test_too_many_bad_losses_in_a_row_end_the_run(corpus, tmp_path):

@@ -168,7 +168,7 @@ class CheckpointWriter:
                 # In this order, a crash at any point leaves the older checkpoints usable: the folder gets its final
                 # name when all of it is on disk.
                 if len(self._publication.hosts) == 1:
-                    _find_files(partial, reports)
+                    self._find_files(partial, reports)
                 write_json(partial / LAYOUT, {**layout, "files": [report["seal"] for report in reports]})
                 flush_folder(partial)
                 self._publication.publish(partial, final)
@@ -209,6 +209,20 @@ class CheckpointWriter:
             )
         return final
 
+    def _find_files(self, partial: Path, reports: Sequence[Mapping[str, Any]]) -> None:
+        """Wait until this rank finds the file of every rank. Raises SaveError if others have disks of their own."""
+        until = time.monotonic() + STALE_SECONDS
+        for report in reports:
+            path, num_bytes = rank_file(partial, report["rank"]), report["seal"][1]
+            while _size(path) != num_bytes:
+                if time.monotonic() >= until:
+                    raise SaveError(
+                        f"does not find {path} of {num_bytes} bytes, which rank {report['rank']} has written; put the "
+                        "folder on a file system that all nodes share"
+                    )
+                self._publication.on_chunk()
+                time.sleep(0.5)
+
 
 class HostCopies:
     """Copies of tensors in host memory, which is pinned for tensors on a GPU, and reused at every save."""
@@ -230,18 +244,11 @@ class HostCopies:
         return {name: self._copies[name] for name in tensors}
 
 
-def _find_files(partial: Path, reports: Sequence[Mapping[str, Any]]) -> None:
-    """Wait until this rank finds the file of every rank. Raises SaveError if others have disks of their own."""
-    until = time.monotonic() + STALE_SECONDS
-    for report in reports:
-        path, num_bytes = rank_file(partial, report["rank"]), report["seal"][1]
-        while not path.exists() or path.stat().st_size != num_bytes:
-            if time.monotonic() >= until:
-                raise SaveError(
-                    f"does not find {path} of {num_bytes} bytes, which rank {report['rank']} has written; put the "
-                    "folder on a file system that all nodes share"
-                )
-            time.sleep(0.5)
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None
 
 
 def _reason(error: Exception) -> str:

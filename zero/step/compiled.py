@@ -50,7 +50,7 @@ def compiled_on_gpus(function: Callable[..., None]) -> Callable[..., None]:
 def runs_compiled(tensor: Tensor) -> bool:
     """Return whether functions of a tensor run compiled now; while operations are observed, they run eager.
 
-    A preflight compares the compilers of nodes: replicas that were compiled and eager ones would differ by roundings.
+    A preflight compares which compilers nodes have: compiled replicas and eager ones would differ by roundings.
     """
     if tensor.is_cuda and not active_dispatch_modes():
         return _works(tensor.device)

@@ -108,14 +108,21 @@ def test_no_step_compiles_again_if_rates_or_sizes_are_others(monkeypatch):
     monkeypatch.setattr(compiled, "runs_compiled", lambda _tensor: True)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counted))
     write = compiled_on_gpus(write_direction_.__wrapped__)
-    num_graphs = []
+    num_graphs, flag = [], torch.tensor(False)
     for step in range(4):
-        for rows in (2, 5, 7 + step):
-            buffer, grad, expected = torch.zeros(rows, 12), torch.ones(rows, 12), torch.empty(rows, 12)
-            write(buffer, grad, 0.25 + step / 8, None, expected, 0.5 + step / 8)
+        for rows, width, skip in (
+            (1, 12, None),
+            (2, 12, None),
+            (5, 12, flag),
+            (7 + step, 12, flag),
+            (9 + step, 24, flag),
+        ):
+            buffer, grad, expected = (values[:, :12] for values in torch.zeros(3, rows, width))
+            grad.fill_(1)
+            write(buffer, grad, 0.25 + step / 8, skip, expected, 0.5 + step / 8)
             assert buffer.eq(0.25 + step / 8).all()
         num_graphs.append(len(graphs))
-    assert 0 < num_graphs[0] == num_graphs[-1] < 4
+    assert 0 < num_graphs[0] == num_graphs[-1] < 8
 
 
 def test_a_function_gets_its_arguments_as_they_are_on_a_cpu():
