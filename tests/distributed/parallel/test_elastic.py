@@ -231,8 +231,8 @@ def test_a_signal_that_comes_while_ranks_are_started_reaches_those_that_follow(s
     ranks, _ = signals_to
     popen = elastic.subprocess.Popen
 
-    def start_one(*words: Any, **settings: Any) -> Any:
-        started.append(popen(*words, **settings))
+    def start_one(_words: Any, **settings: Any) -> Any:
+        started.append(popen(["sleep", str(HANG_SECONDS)], **settings))  # no rank, which may take the signal itself
         if len(started) == 1:
             os.kill(os.getpid(), signal.SIGTERM)
         return started[-1]
