@@ -5,6 +5,7 @@ import os
 import resource
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
@@ -58,6 +59,14 @@ def wait_for_end(process: BaseProcess) -> int | None:
     """Return the exit code of a process, or None if it hangs."""
     process.join(HANG_SECONDS)
     return process.exitcode
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    """Return as soon as a condition holds; it fails the test if it never does."""
+    deadline = time.monotonic() + HANG_SECONDS
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 @contextmanager

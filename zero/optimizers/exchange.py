@@ -204,7 +204,7 @@ class MatrixExchange:
         for (piece, number, start, runs), place in zip(sent, in_sent, strict=True):
             computing = ranks[number][0] // axis.size
             moved = computing * self._part_numel - before[computing]
-            place = range(place.start + moved, place.stop + moved)
+            place = shifted(place, -moved)
             self.stretches[piece].append(Stretch(number, start, runs, place))
             if number in in_parts:
                 self._kept.append((shifted(range(start, start + runs.numel), -in_parts[number].start), place))

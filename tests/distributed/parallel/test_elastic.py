@@ -21,7 +21,7 @@ from parallel import watchdog
 from parallel.launch import elastic
 from parallel.launch.membership import Record
 from parallel.launch.node_facts import Job
-from tests.programs import HANG_SECONDS, start_forked, wait_for_end
+from tests.programs import HANG_SECONDS, start_forked, wait_for_end, wait_until
 
 # Notes its start in a folder, and ends when a file tells it: with the code that stands there. If it is asked to end, it
 # does so with 0, or by the signal if it still starts up.
@@ -145,10 +145,7 @@ def test_an_error_of_the_user_ends_the_job_and_failures_restart_it_up_to_the_lim
 def test_a_node_reports_the_rank_that_failed_first_and_not_one_that_nccl_has_aborted():
     ranks = elastic.Ranks(3, ["-c", "import os, sys; sys.exit((3, 134, 7)[int(os.environ['RANK'])])"], None)
     ranks.start(Record("a", "a1", members={"a": "a1"}), ("127.0.0.1", 1))
-    deadline = time.monotonic() + HANG_SECONDS
-    while ranks.code() != 7:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: ranks.code() == 7)
 
 
 def test_nodes_that_differ_end_the_job_before_its_first_start(make_nodes):
@@ -198,10 +195,10 @@ while True:
 
 
 def wait_for_notes(folder: Path, *notes: str) -> None:
-    deadline = time.monotonic() + HANG_SECONDS
-    while [(folder / rank).read_text().split() if (folder / rank).exists() else [] for rank in "01"] != [[*notes]] * 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    def noted(rank: str) -> list[str]:
+        return (folder / rank).read_text().split() if (folder / rank).exists() else []
+
+    wait_until(lambda: [noted(rank) for rank in "01"] == [[*notes]] * 2)
 
 
 def test_signals_reach_the_ranks_in_the_handler_and_only_one_asks_them_to_stop(signals_to):
@@ -220,10 +217,7 @@ def test_signals_reach_the_ranks_in_the_handler_and_only_one_asks_them_to_stop(s
     sent = [call.args[0] for call in send.call_args_list]
     assert sent == [signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM, signal.SIGKILL]
     assert [call.args[1] for call in kill.call_args_list if call.args[0] != os.getpid()] == [signal.SIGTERM] * 2
-    deadline = time.monotonic() + HANG_SECONDS
-    while ranks.code() != 128 + signal.SIGKILL:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: ranks.code() == 128 + signal.SIGKILL)
     wait_for_notes(folder, "ready", str(int(signal.SIGTERM)))
 
 

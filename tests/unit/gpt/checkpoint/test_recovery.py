@@ -3,7 +3,6 @@
 import errno
 import json
 import threading
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from gpt.run_folder.files import METRICS, NUMBERS_OF_A_STEP, append_records
 from gpt.settings.run import CheckpointSettings
 from lab.faults.damage import DAMAGES
 from parallel.errors import ConfigError
-from tests.programs import HANG_SECONDS
+from tests.programs import wait_until
 from tests.unit.gpt.checkpoint.runs import DATA, tiny_state, train_step
 from zero.state import writer
 from zero.state.writer import SaveError
@@ -107,8 +106,7 @@ def test_a_run_resumes_from_the_newest_state_that_is_whole(tmp_path: Path, damag
     expected = run.train(4)
     run.recovery.release()
     memory = CheckpointSettings(**settings).snapshot_folder(run.folder)
-    while not (memory / "step-00000003").exists():  # it is written in another thread
-        time.sleep(0.01)
+    wait_until((memory / "step-00000003").exists)  # it is written in another thread
     for saved, how in damages.items():
         DAMAGES[how](memory / f"step-{saved:08d}" / "rank-00000.safetensors")
     again = Run(run.folder, settings)
@@ -165,10 +163,7 @@ def test_a_run_saves_the_step_from_which_it_resumes_unless_its_own_folder_has_it
     first.save(1)
     first.recovery.finish()
     first.recovery.save_snapshot(Progress(2, 4, first.name))
-    deadline = time.monotonic() + HANG_SECONDS
-    while not list((tmp_path / "memory").glob("*/step-00000002")):  # it is written in another thread
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: any((tmp_path / "memory").glob("*/step-00000002")))  # it is written in another thread
     first.recovery.release()
     named = str(folder / "checkpoints/../checkpoints/step-00000001")
     for where, settings, step, completed in (
