@@ -52,9 +52,3 @@ def test_a_file_system_without_locks_is_a_warning(
     for _ in range(2):
         RunLock(tmp_path).take()
     assert caplog.text.count("cannot be locked (Not here); do not start a second job there") == 2
-
-
-def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path):
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"run.dir=.*file/run cannot be written \(Not a directory\); choose another"):
-        RunLock(tmp_path / "file" / "run").take()
