@@ -25,8 +25,8 @@ from lab.measure.cluster import ClusterSpec
 from lab.measure.device_kernels import KERNELS
 from tests.programs import run_program, start_forked, wait_for_end
 from tests.ranks import run_ranks
+from tests.source_files import ROOT
 
-ROOT = Path(__file__).parents[2]
 PYTHON = [sys.executable, "-c"]
 MACHINE = Machine(0, "CPU", 0, "-", True, 2, "3", "2", "-", "-")
 HANG_SECONDS = 1800
