@@ -10,17 +10,6 @@ from parallel.errors import ConfigError
 from parallel.world import LAUNCH_VARIABLE
 
 
-def test_a_second_job_is_refused_until_the_first_ends(tmp_path: Path):
-    first, second = RunLock(tmp_path / "all" / "run"), RunLock(tmp_path / "all" / "run")
-    first.take()
-    first.take()  # a second time by the same object is no error
-    with pytest.raises(ConfigError, match=r"run is in use by another job, which holds .*; wait until it ends"):
-        second.take()
-    first.release()
-    second.take()
-    second.release()
-
-
 @pytest.mark.parametrize(
     ("holder", "taker", "is_taken"),
     [("a 1", "a 2", True), ("a 2", "a 2", False), ("a 1", "b 2", False), ("", "a 2", False), ("a 1", "", False)],
