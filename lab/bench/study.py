@@ -38,7 +38,7 @@ from gpt.settings.parser import parse_settings
 from gpt.settings.settings import Settings
 from lab.pages.markdown import table
 from lab.pages.plots import plot
-from parallel.config_files import parse_yaml
+from parallel.config_files import read_section
 from parallel.errors import ConfigError, exit_on_config_error
 from parallel.launch.preflight import split_words
 
@@ -91,8 +91,11 @@ class Run:
         sys.stderr.write(f"+ {shlex.join(command)}\n")
         log = Path(f"{self.settings.run.dir}.log")
         log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("a") as file:
-            code = subprocess.run(command, check=False, stdout=file, stderr=file).returncode
+        try:
+            with log.open("a") as file:
+                code = subprocess.run(command, check=False, stdout=file, stderr=file).returncode
+        except OSError as error:
+            raise ConfigError(f"--launch={launch} cannot be started ({error.strerror}); correct it") from error
         if code or (loss := self.loss) is None:
             raise ConfigError(f"a run has ended with exit code {code} and without a validation loss; see {log}")
         return loss
@@ -111,8 +114,8 @@ class Study:
     """The runs of a study, in the folder `output`. `chosen` are the names of some variants; `more` options are last."""
 
     def __init__(self, path: Path, output: Path, chosen: Sequence[str] = (), more: Sequence[str] = ()):
-        found = parse_yaml(path.read_text(), str(path))
-        if missing := {"options", "corpora", "seeds", "variants"} - found.keys():
+        found = read_section(path, f"study {path}")
+        if missing := {"options", "corpora", "seeds", "variants"} - {name for name, value in found.items() if value}:
             raise ConfigError(f"{path} has no {', '.join(sorted(missing))}; see python -m lab.bench.study --help")
         self._runs: dict[tuple[str, ...], Run] = {}  # by their options: each reads its settings once
         self._output, self._options, self._more = output, shlex.split(found["options"]), more

@@ -8,7 +8,6 @@ the first time takes minutes, later ones half a minute.
 """
 
 import argparse
-import math
 import os
 import sys
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from multiprocessing import get_context
 import torch
 
 from gpt.monitor.units import count
+from lab.dryrun.run_cost import steps_for
 from lab.pages.markdown import table, with_blocks
 from lab.planner.depth import Estimate
 from lab.planner.layouts import CandidateLayout
@@ -71,7 +71,7 @@ def search_of(row: Row, num_to_verify: int = DEFAULT_TO_VERIFY) -> Search:
     tree = settings_tree(row)
     tree["zero"] = {name: value for name, value in tree["zero"].items() if name not in OF_THE_PROGRAM}
     settings = settings_of(tree, row.gpus)
-    steps = math.ceil(TOKENS_A_PARAMETER * row.parameters / (settings.train.global_batch_size * row.seq))
+    steps = steps_for(TOKENS_A_PARAMETER * row.parameters, settings)
     settings = replace(settings, train=replace(settings.train, steps=steps))
     kept = predict.KEPT_RUNS
     return Search(settings, cluster_of(row), row.gpus, num_to_verify=num_to_verify, kept_runs=kept)

@@ -330,8 +330,21 @@ def test_what_makes_a_layout_fit_is_found_by_trying():
 @pytest.mark.parametrize(("text", "steps"), [("819.2K", 1), ("819201", 2), ("1.6384M", 2)])
 def test_a_length_in_tokens_is_a_number_of_steps(text: str, steps: int):
     assert with_tokens(settings(), text).train.steps == steps
-    with pytest.raises(ConfigError, match="--tokens=many is no number of tokens"):
-        with_tokens(settings(), "many")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("many", "--tokens=many is no number of tokens"),
+        ("3MB", "--tokens=3MB is no number of tokens"),
+        ("nan", "nan tokens are no length of a run"),
+        ("1e400", "inf tokens are no length of a run"),
+        ("-5", "-5 tokens are no length of a run"),
+    ],
+)
+def test_what_is_no_length_of_a_run_is_refused(text: str, said: str):
+    with pytest.raises(ConfigError, match=said):
+        with_tokens(settings(), text)
 
 
 def test_layouts_are_verified_until_enough_fit_and_each_is_announced(monkeypatch, capsys):
