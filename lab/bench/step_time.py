@@ -68,7 +68,7 @@ def parse_options() -> argparse.Namespace:
     add("--hidden", type=int, default=384, help="width of the model; a head has a width of 64")
     add("--vocab", type=int, default=8192)
     add("--seq", type=int, default=256, help="tokens of a sequence")
-    add("--json", help="file for all measured numbers")
+    add("--json", type=Path, help="file for all measured numbers")
     options = parser.parse_args()
     if unknown := set(options.contenders) - CONTENDERS.keys():
         parser.error(f"--contenders: {', '.join(unknown)} is unknown; choose from {', '.join(CONTENDERS)}")
@@ -279,7 +279,8 @@ def main() -> None:
         print(table(rows))
         if options.json:
             result = {"settings": vars(options) | {"json": None}, "rows": [asdict(row) for row in rows]}
-            Path(options.json).write_text(json.dumps(result, indent=1))
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+            options.json.write_text(json.dumps(result, indent=1))
     stop_world()
     tolerance = LOSS_TOLERANCE[options.precision]
     differences = (row.loss_difference for row in rows if row.loss_difference is not None)

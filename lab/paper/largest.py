@@ -5,12 +5,11 @@ alike, and an interrupted search continues from the runs that have ended.
 """
 
 import argparse
-import json
 import subprocess
 import sys
 from pathlib import Path
 
-from gpt.run_folder.files import METRICS
+from gpt.run_folder.files import METRICS, read_steps
 from lab.planner.search import largest
 from parallel.errors import ConfigError, exit_on_config_error
 
@@ -20,11 +19,9 @@ RUNS = Path("runs/paper/largest")
 
 def outcome(folder: Path) -> bool | None:
     """Return True if the run in `folder` trained to its end, False if it ran out of memory, otherwise None."""
-    metrics = folder / METRICS
-    records = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
-    if any(record.get("out_of_memory") for record in records):
+    if (folder / METRICS).exists() and '"out_of_memory": true' in (folder / METRICS).read_text():
         return False
-    return True if any(record["step"] == STEPS for record in records) else None
+    return True if any(record["step"] == STEPS for record in read_steps(folder)) else None
 
 
 def main(arguments: list[str]) -> None:
@@ -43,7 +40,14 @@ def main(arguments: list[str]) -> None:
         folder = RUNS / f"{Path(options.config).stem}-{num_layers}"
         if outcome(folder) is None:
             layers = ["--model.num_layers", str(num_layers), "--train.steps", str(STEPS), "--run.dir", str(folder)]
-            subprocess.run([options.launch, options.config, "--train.log_every", "1", *others, *layers], check=False)
+            try:
+                subprocess.run(
+                    [options.launch, options.config, "--train.log_every", "1", *others, *layers], check=False
+                )
+            except OSError as error:
+                raise ConfigError(
+                    f"--launch={options.launch} cannot be started ({error.strerror}); correct it"
+                ) from error
         found = outcome(folder)
         if found is None:
             raise ConfigError(

@@ -205,6 +205,7 @@ def test_a_host_update_is_copied_back_when_it_is_done_and_gathered_after_the_cop
         ("peak_half_tflops: fast", "peak_half_tflops=fast"),
         ("gpus_per_nodes: 16", "gpus_per_nodes, which is unknown"),
         ("host_memory_gb: null", "host_memory_gb"),
+        ("collective_multiprocessors: 80", "collective_multiprocessors=80 leaves kernels none"),
     ],
 )
 def test_a_cluster_file_with_a_mistake_is_refused(tmp_path, change, message):
