@@ -33,13 +33,12 @@ def test_largest_sh_reads_what_runs_leave_behind(tmp_path, monkeypatch, capsys):
 import json, pathlib, sys
 given = dict(zip(sys.argv[1:], sys.argv[2:]))
 layers, folder = int(given["--model.num_layers"]), pathlib.Path(given["--run.dir"])
-numbers = dict.fromkeys(%s, 1.0)
+numbers = dict.fromkeys(NUMBERS, 1.0)
 folder.mkdir(parents=True)
 records = [numbers | {"step": n} for n in (1, 2, 3)] if layers <= 7 else [{"step": 0, "out_of_memory": True}]
 if layers != 40:
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + chr(10) for record in records))
-"""
-        % sorted(NUMBERS_OF_A_STEP)
+""".replace("NUMBERS", str(sorted(NUMBERS_OF_A_STEP)))
     )
     stub.chmod(0o755)
     monkeypatch.chdir(tmp_path)
