@@ -155,5 +155,5 @@ def main(words: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    with exit_on_config_error():
+    with exit_on_config_error(OSError):  # of the launch command, too
         main(sys.argv[1:])

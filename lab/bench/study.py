@@ -91,11 +91,8 @@ class Run:
         sys.stderr.write(f"+ {shlex.join(command)}\n")
         log = Path(f"{self.settings.run.dir}.log")
         log.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with log.open("a") as file:
-                code = subprocess.run(command, check=False, stdout=file, stderr=file).returncode
-        except OSError as error:
-            raise ConfigError(f"--launch={launch} cannot be started ({error.strerror}); correct it") from error
+        with log.open("a") as file:
+            code = subprocess.run(command, check=False, stdout=file, stderr=file).returncode
         if code or (loss := self.loss) is None:
             raise ConfigError(f"a run has ended with exit code {code} and without a validation loss; see {log}")
         return loss
@@ -331,5 +328,5 @@ def main(words: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    with exit_on_config_error():
+    with exit_on_config_error(OSError):  # of the launch command, too
         main(sys.argv[1:])

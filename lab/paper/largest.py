@@ -40,14 +40,7 @@ def main(arguments: list[str]) -> None:
         folder = RUNS / f"{Path(options.config).stem}-{num_layers}"
         if outcome(folder) is None:
             layers = ["--model.num_layers", str(num_layers), "--train.steps", str(STEPS), "--run.dir", str(folder)]
-            try:
-                subprocess.run(
-                    [options.launch, options.config, "--train.log_every", "1", *others, *layers], check=False
-                )
-            except OSError as error:
-                raise ConfigError(
-                    f"--launch={options.launch} cannot be started ({error.strerror}); correct it"
-                ) from error
+            subprocess.run([options.launch, options.config, "--train.log_every", "1", *others, *layers], check=False)
         found = outcome(folder)
         if found is None:
             raise ConfigError(
@@ -56,7 +49,7 @@ def main(arguments: list[str]) -> None:
         print(f"{num_layers} layers {'fit' if found else 'do not fit'}", flush=True)
         return found
 
-    with exit_on_config_error():
+    with exit_on_config_error(OSError):
         print(f"{largest(fits, options.first, options.step)} layers are the most that fit")
 
 

@@ -65,4 +65,4 @@ if layers != 40:
     stub.unlink()
     with pytest.raises(SystemExit, match="2"):
         search("42")
-    assert f"--launch={stub} cannot be started" in capsys.readouterr().err
+    assert f"error: [Errno 2] No such file or directory: '{stub}'\n" in capsys.readouterr().err
