@@ -49,7 +49,7 @@ class Experiment:
         return 8 * parameters * int(self.row["total_batch"]) * 1024 / self.num_gpus / seconds / 1e12
 
     def settings(self) -> Settings:
-        return parsed(str(CONFIGS / self.figure / f"{self.name}.yaml"), self.num_gpus)
+        return parsed(CONFIGS / self.figure / f"{self.name}.yaml", self.num_gpus)
 
 
 def experiments(figure: str) -> Iterator[Experiment]:
@@ -59,8 +59,7 @@ def experiments(figure: str) -> Iterator[Experiment]:
             yield Experiment(figure, row)
 
 
-def parsed(config: str, world_size: int) -> Settings:
-    """Return the settings of a dry run on the paper's cluster; `config` is a file or YAML."""
-    return parse_settings(
-        ["--config", config, f"--dry_run.world_size={world_size}", f"--dry_run.cluster={CLUSTER_FILE}"]
-    )
+def parsed(config: Path, world_size: int, *options: str) -> Settings:
+    """Return the settings of a file for a dry run on the paper's cluster."""
+    world = f"--dry_run.world_size={world_size}", f"--dry_run.cluster={CLUSTER_FILE}"
+    return parse_settings(["--config", str(config), *world, *options])

@@ -2,12 +2,10 @@
 
 import csv
 
-import yaml
-
 from gpt.settings.settings import Settings
 from lab.measure.cluster import RESERVED_BYTES
 from lab.pages.markdown import table
-from lab.paper.experiments import PAPER, parsed
+from lab.paper.experiments import CONFIGS, PAPER, parsed
 from lab.paper.plots import Series, plot_bars
 from lab.paper.results import CLUSTER, Part, line_of, residual_bytes, results
 from zero.formulas.memory import formula
@@ -69,18 +67,15 @@ def table_2() -> Part:
 
 
 def table_2_settings(tensor_size: int, data_size: int, stage: int) -> Settings:
-    hidden_size = {1: 1920, 2: 3072, 4: 4096, 8: 6144, 16: 8192}[tensor_size]
-    shape = {"num_layers": 24, "hidden_size": hidden_size, "num_heads": 32, "seq_length": 1024, "vocab_size": 50257}
-    gradient_types = {"accumulate_dtype": "fp16", "reduce_dtype": "fp16"}
-    tree = {
-        "model": shape | {"attention": "math"},
-        "data": {"path": "runs/data/openwebtext"},
-        "parallel": {"tensor_size": tensor_size},
-        "zero": {"stage": stage, "bucket_numel": None if stage == 0 else 2**25, **gradient_types},
-        "activations": {"store": "keep", "layers_per_checkpoint": 2},
-        "train": {"micro_batch_size": 1, "global_batch_size": data_size, "precision": "fp16"},
+    options = {
+        "model.hidden_size": {1: 1920, 2: 3072, 4: 4096, 8: 6144, 16: 8192}[tensor_size],
+        "parallel.tensor_size": tensor_size,
+        "zero.stage": stage,
+        "zero.bucket_numel": "null" if stage == 0 else 2**25,
+        "train.global_batch_size": data_size,
     }
-    return parsed(yaml.safe_dump(tree, default_flow_style=True), tensor_size * data_size)
+    words = (f"--{name}={value}" for name, value in options.items())
+    return parsed(CONFIGS / "table2.yaml", tensor_size * data_size, *words)
 
 
 def figure_1() -> Part:

@@ -94,7 +94,7 @@ def figure_3() -> Part:
 
 def figure_5() -> Part:
     """Return what a dry run says of Turing-NLG, whose training is not repeated."""
-    settings, printed = parsed(str(CONFIGS / "turing-nlg-17b.yaml"), 256), 41.4
+    settings, printed = parsed(CONFIGS / "turing-nlg-17b.yaml", 256), 41.4
     model = settings.model
     row = {"model": "17B", "gpus": "256", "layers": str(model.num_layers), "hidden": str(model.hidden_size)}
     row["total_batch"] = str(settings.train.global_batch_size)

@@ -1,10 +1,7 @@
 """The planner: closed forms of layouts, the choice among them, and what it prints."""
 
 import dataclasses
-import random
 from collections import Counter
-from collections.abc import Iterator
-from itertools import combinations, product
 from pathlib import Path
 from typing import Any, get_args
 
@@ -12,6 +9,7 @@ import pytest
 
 from gpt.builder.activation_store import workload
 from gpt.settings.option_names import messages_in_option_names
+from lab.acceptance.cases import covering
 from lab.dryrun.dry_run import DEVICE, dry_run
 from lab.measure.cluster import ClusterSpec
 from lab.planner import depth
@@ -247,20 +245,9 @@ VALUES = {
 }
 
 
-def covering_sample() -> Iterator[dict[str, Any]]:
-    """Yield values of all settings, so that each pair of values of two settings is among them."""
-    chooser = random.Random(0)
-    remaining = {pair for one in product(*VALUES.values()) for pair in combinations(zip(VALUES, one, strict=True), 2)}
-    while remaining:
-        rows = [{name: chooser.choice(values) for name, values in VALUES.items()} for _ in range(50)]
-        row = max(rows, key=lambda row: len(remaining & set(combinations(row.items(), 2))))
-        remaining -= set(combinations(row.items(), 2))
-        yield row
-
-
 def test_every_constraint_of_a_covering_sample_is_kept_or_refused_by_name():
     outcomes = Counter[str]()
-    for constraint in covering_sample():
+    for constraint in covering(VALUES, 2):
         options = (f"--{name}={shown(value)}" for name, value in constraint.items())
         message = ""
         try:
