@@ -10,8 +10,8 @@ from pathlib import Path
 
 from gpt.settings.parser import parse_settings
 from gpt.settings.settings import Settings
+from lab.pages.markdown import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 PAPER, CONFIGS = ROOT / "docs/paper", ROOT / "configs/paper"
 CLUSTER_FILE = ROOT / "configs/clusters/dgx-2.yaml"
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
+from lab.pages.markdown import ROOT
 from parallel.config_files import read_text
 from parallel.errors import ConfigError
 
-ROOT = Path(__file__).resolve().parents[2]
 ROWS = ROOT / "configs/published/rows.csv"
 LATE_ROWS = ROOT / "configs/published/fp8_rows.csv"
 HALF = "fp16", "bf16"
