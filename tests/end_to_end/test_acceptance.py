@@ -149,6 +149,13 @@ def test_a_different_loss_fails(tmp_path):
     assert (equal.value, equal.passed, largest.passed) == ("1 of 2; not: b", False, False)
 
 
+@pytest.mark.parametrize(
+    ("value", "text"), [(123456.7, "123,457 ms"), (524288000, "524,288,000 ms"), (1.23456, "1.235 ms"), ("no", "no ms")]
+)
+def test_a_figure_is_written_without_an_exponent(value, text):
+    assert Figure("what", value, "ms").text == text
+
+
 def test_a_long_run_with_a_loss_that_is_not_finite_fails(tmp_path):
     numbers = dict.fromkeys(sorted(NUMBERS_OF_A_STEP), 1.0)
     for stage in (0, 1):
