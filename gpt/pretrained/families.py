@@ -103,8 +103,9 @@ def _gpt2_to_theirs(config: ModelConfig) -> dict[str, Any]:
 
 
 def _llama_to_ours(config: Any) -> dict[str, Any]:
+    config.standardize_rope_params()  # again, as a model does: original_max_position_embeddings replaces that of a table
     rope = config.rope_parameters
-    kind = rope.get("rope_type", "default")
+    kind = rope.get("rope_type")  # None: there are tables for several kinds of layers
     if kind not in ("default", "llama3"):
         raise ConfigError(f"the model has rope_type={kind}, only default and llama3 are supported; choose another one")
     _refuse_unless("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), 1.0)
@@ -152,6 +153,7 @@ GPT2 = Family(
         **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop", "layer_norm_epsilon"), float),
     },
     fixed={
+        "is_causal": True,
         "activation_function": "gelu_new",
         "scale_attn_weights": True,
         "scale_attn_by_inverse_layer_idx": False,
@@ -194,11 +196,12 @@ def _like_llama(name: str, fixed: Mapping[str, Any], parts: Mapping[str, Any] = 
         ),
         optional={
             **dict.fromkeys(("num_key_value_heads", "head_dim", "sliding_window"), SIZE),
+            "original_max_position_embeddings": SIZE,
             **dict.fromkeys(("rms_norm_eps", "rope_theta", "attention_dropout", "partial_rotary_factor"), float),
             **dict.fromkeys(("tie_word_embeddings", "use_sliding_window"), bool),
             **dict.fromkeys(("rope_parameters", "rope_scaling"), dict),
         },
-        fixed={"hidden_act": "silu", "attention_dropout": 0.0, **fixed},
+        fixed={"is_causal": True, "hidden_act": "silu", "attention_dropout": 0.0, **fixed},
         prefix="model.",
         modules={
             "token_embedding": "embed_tokens",
@@ -264,7 +267,7 @@ def config_from_transformers(config: Any) -> ModelConfig:
     """
     family = FAMILIES[config.model_type]
     for name, supported in family.fixed.items():
-        _refuse_unless(name, getattr(config, name), supported)
+        _refuse_unless(name, getattr(config, name, supported), supported)
     named = {ours: getattr(config, theirs, None) for ours, theirs in family.names.items()}  # Qwen 2 has no head_dim
     return ModelConfig(vocab_size=config.vocab_size, **{**named, **family.to_ours(config)}, **family.parts)
 

@@ -151,6 +151,7 @@ REFUSED = [
     ("gpt2", {"activation_function": "relu"}, "activation_function='relu', only 'gelu_new'"),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True, only False"),
     ("gpt2", {"embd_pdrop": 0.3}, "embd_pdrop=0.3, only 0.0"),
+    *((name, {"is_causal": False}, "is_causal=False, only True") for name in ("gpt2", "llama", "qwen3")),
     ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu', only 'silu'"),
     ("llama", {"attention_bias": True}, "attention_bias=True, only False"),
     ("llama", {"mlp_bias": True}, "mlp_bias=True, only False"),
@@ -161,6 +162,7 @@ REFUSED = [
     ("llama", {"rope_parameters": ROPE | {"rope_type": "yarn", "factor": 2.0}}, "rope_type=yarn, only default and"),
     ("llama", {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5, only 1.0"),
     ("llama", {"rope_parameters": LLAMA3_ROPE}, "rope_type=llama3 and factor=8, a number is needed"),
+    ("qwen2", {"rope_parameters": {"full_attention": ROPE}}, "rope_type=None, only default and llama3"),
     ("llama", {"num_attention_heads": 5}, "config.json"),
     ("llama", {"num_key_value_heads": 3}, "config.json"),
     ("llama", {"hidden_size": "64"}, "hidden_size is '64', an integer"),
@@ -182,6 +184,17 @@ def test_what_differs_is_refused_by_name(name, changes, message, tmp_path):
 def change_config(folder: Path, changes: dict) -> None:
     content = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**content, **changes}))
+
+
+def test_an_original_length_beside_the_rotary_parameters_replaces_the_one_in_them(tmp_path):
+    config = preset_config("llama")
+    write_pretrained(tmp_path, config, small_gpt(config).state_dict())
+    change_config(tmp_path, {"original_max_position_embeddings": 2 * config.rope_scaling.original_seq_length})
+    found, weights = read_pretrained(tmp_path)
+    load_weights(ours := small_gpt(found), weights)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    tokens, _ = batch(config)
+    torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-10, atol=1e-10)
 
 
 def test_a_window_of_mistral_limits_the_sequences(tmp_path):
