@@ -25,7 +25,7 @@ from gpt.pretrained.families import (
     config_to_transformers,
     family_of,
 )
-from gpt.pretrained.tensors import HEAD, load_weights, source_of, to_transformers
+from gpt.pretrained.tensors import HEAD, WORDS, load_weights, source_of, to_transformers
 from gpt.pretrained.tokenizer_files import (
     SPECIAL_IDS,
     check_fits,
@@ -60,9 +60,14 @@ class PretrainedWeights(Mapping[str, Tensor]):
         self._locations: dict[str, tuple[TensorFile, str]] = {}  # by the names of transformers, without the prefix
         for file in map(TensorFile, files):
             for name in file.entries:
-                if not name.endswith(family.ignored) and not (config.tied_head and name.startswith(HEAD)):
+                if not name.endswith(family.ignored):
                     self._add(name.removeprefix(family.prefix), file, name)
+        own_head = self._locations.pop(f"{HEAD}weight", None) if config.tied_head else None
         self._names = self._check_shapes(folder)
+        if own_head is not None and not own_head[0].tensor(own_head[1]).equal(self[WORDS[0]]):
+            raise ConfigError(
+                f"{folder} has tie_word_embeddings=true and a {own_head[1]} that is not the embedding; correct one of them"
+            )
 
     def _add(self, short: str, file: TensorFile, name: str) -> None:
         if short in self._locations:

@@ -167,7 +167,7 @@ REFUSED = [
     ("llama", {"num_key_value_heads": 3}, "config.json"),
     ("llama", {"hidden_size": "64"}, "hidden_size is '64', an integer"),
     ("llama", {"rms_norm_eps": 1e-6}, "model.norm_eps=1e-05, but .* has 1e-06; choose model.norm_eps=1e-06"),
-    ("llama", {"tie_word_embeddings": True}, "model.tied_head=False, but .* has True"),
+    ("llama", {"tie_word_embeddings": True}, "tie_word_embeddings=true and a lm_head.weight that is not the embedding"),
     ("llama", {"max_position_embeddings": 8}, "model.seq_length=12, but .* has 8 positions, or a sliding window"),
 ]
 
