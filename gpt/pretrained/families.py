@@ -1,11 +1,12 @@
 """The models of transformers whose weights are read and written, and their configurations in this project.
 
-A Mistral without a sliding window is a Llama, and is written as one. transformers takes most of a second to import, so
-it is imported where it is used; a rank that trains does not need it.
+A Mistral without a sliding window is a Llama, and is written as one, unless its heads do not divide its width: there
+transformers refuses a Llama. transformers takes most of a second to import, so it is imported where it is used; a rank
+that trains does not need it.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from gpt.shape.config import ModelConfig, RopeScaling
@@ -103,7 +104,7 @@ def _gpt2_to_theirs(config: ModelConfig) -> dict[str, Any]:
 
 
 def _llama_to_ours(config: Any) -> dict[str, Any]:
-    config.standardize_rope_params()  # again, as a model does: original_max_position_embeddings replaces that of a table
+    config.standardize_rope_params()  # again, as a model does: another original length may replace theirs
     rope = config.rope_parameters
     kind = rope.get("rope_type")  # None: there are tables for several kinds of layers
     if kind not in ("default", "llama3"):
@@ -130,7 +131,7 @@ def _llama_to_theirs(config: ModelConfig) -> dict[str, Any]:
     if config.rope_scaling is not None:
         rope["rope_type"] = "llama3"
         rope |= {theirs: getattr(config.rope_scaling, ours) for theirs, ours in ROPE_SCALING.items()}
-    return {"rope_parameters": rope}
+    return {"rope_parameters": rope, "sliding_window": None}
 
 
 def _refuse_unless(name: str, found: Any, supported: Any) -> None:
@@ -236,23 +237,22 @@ FAMILIES = {  # by the model_type of config.json; the first that has a model's p
 
 def family_of(config: ModelConfig) -> Family:
     """Return the family in which a model is written. Raises ConfigError if transformers has no such model."""
-    if config.attention_scale is not None:
-        raise ConfigError(
-            f"model.mup_base_head_dim={config.mup_base_head_dim} scales attention at a head width of "
-            f"{config.head_size}, and models of transformers do not: its weights cannot be written in that format; "
-            "write no weights"
-        )
-    if config.logit_cap is not None:
-        raise ConfigError(
-            f"model.logit_cap={config.logit_cap} caps logits, and the models of transformers that are supported do "
-            "not: its weights cannot be written in that format; write no weights"
-        )
-    for family in FAMILIES.values():
-        has_parts = all(getattr(config, name) == value for name, value in family.parts.items())
-        is_gpt2 = config.tied_head and config.kv_heads == config.num_heads and config.head_dim is None
-        if has_parts and (family is not GPT2 or is_gpt2):
+    for name, value, effect in (
+        ("mup_base_head_dim", config.scaled_head_dim, "scales attention"),
+        ("logit_cap", config.logit_cap, "caps logits"),
+    ):
+        if value is not None:
+            raise ConfigError(
+                f"model.{name}={value} {effect}, and the models of transformers that are supported do not: its weights "
+                "cannot be written in that format; write no weights"
+            )
+    has_equal_sizes = config.hidden_size == config.num_heads * config.head_size == config.kv_heads * config.head_size
+    fits = {"gpt2": config.tied_head and has_equal_sizes, "llama": config.hidden_size % config.num_heads == 0}
+    for kind, family in FAMILIES.items():
+        has_parts = all(getattr(config, part) == value for part, value in family.parts.items())
+        if has_parts and fits.get(kind, True):
             return family
-    names = [field.name for field in fields(ModelConfig) if field.name in (*GPT2_PARTS, "tied_head", "num_kv_heads")]
+    names = *GPT2_PARTS, "tied_head", "num_kv_heads", "head_dim"
     options = ", ".join(f"model.{name}={getattr(config, name)}".lower() for name in names)
     raise ConfigError(
         f"transformers has no model with {options}: its weights cannot be written in that format; choose the parts of "

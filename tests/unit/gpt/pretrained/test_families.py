@@ -167,7 +167,7 @@ REFUSED = [
     ("llama", {"num_key_value_heads": 3}, "config.json"),
     ("llama", {"hidden_size": "64"}, "hidden_size is '64', an integer"),
     ("llama", {"rms_norm_eps": 1e-6}, "model.norm_eps=1e-05, but .* has 1e-06; choose model.norm_eps=1e-06"),
-    ("llama", {"tie_word_embeddings": True}, "tie_word_embeddings=true and a lm_head.weight that is not the embedding"),
+    ("llama", {"tie_word_embeddings": True}, "tie_word_embeddings=true, and a lm_head.weight other than"),
     ("llama", {"max_position_embeddings": 8}, "model.seq_length=12, but .* has 8 positions, or a sliding window"),
 ]
 
@@ -214,6 +214,19 @@ def test_a_mistral_whose_window_is_null_has_none(tmp_path):
     (tmp_path / "config.json").write_text((tmp_path / "config.json").read_text().replace("sliding_window", "unknown"))
     with pytest.raises(ConfigError, match="has 4096 positions, or a sliding window of as many"):
         load_pretrained(gpt, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "kind"),
+    [("llama", {"hidden_size": 30, "head_dim": 8}, "mistral"), ("gpt2", {"head_dim": 8}, "gpt2")],
+)
+def test_a_model_is_written_as_one_that_may_have_its_sizes(name, sizes, kind, tmp_path):
+    ours = small_gpt(config := preset_config(name, **sizes))
+    write_pretrained(tmp_path, config, ours.state_dict())
+    theirs, (tokens, _) = transformers.AutoModelForCausalLM.from_pretrained(tmp_path), batch(config)
+    assert (theirs.config.model_type, getattr(theirs.config, "sliding_window", None)) == (kind, None)
+    torch.testing.assert_close(theirs(tokens).logits, ours(tokens), rtol=1e-10, atol=1e-10)
+    load_pretrained(small_gpt(config, seed=2), tmp_path)
 
 
 def test_a_model_that_transformers_does_not_have_is_not_written():
