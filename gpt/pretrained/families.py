@@ -110,20 +110,14 @@ def _llama_to_ours(config: Any) -> dict[str, Any]:
     if kind not in ("default", "llama3"):
         raise ConfigError(f"the model has rope_type={kind}, only default and llama3 are supported; choose another one")
     _refuse_unless("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), 1.0)
+    scaling = {ours: rope.get(theirs) for theirs, ours in ROPE_SCALING.items()}
     window = getattr(config, "sliding_window", None) or config.max_position_embeddings
     return {
         "seq_length": min(config.max_position_embeddings, window),  # up to here, a sliding window hides no token
         "dropout": 0.0,
         "rope_theta": rope["rope_theta"],
-        "rope_scaling": _scaling(rope) if kind == "llama3" else None,
+        "rope_scaling": RopeScaling(**scaling) if kind == "llama3" else None,
     }
-
-
-def _scaling(rope: Mapping[str, Any]) -> RopeScaling:
-    for name in ROPE_SCALING:
-        if type(rope.get(name)) not in (int, float):
-            raise ConfigError(f"the model has rope_type=llama3 and {name}={rope.get(name)}, a number is needed")
-    return RopeScaling(**{ours: rope[theirs] for theirs, ours in ROPE_SCALING.items()})
 
 
 def _llama_to_theirs(config: ModelConfig) -> dict[str, Any]:

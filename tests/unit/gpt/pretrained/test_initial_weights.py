@@ -65,7 +65,7 @@ def change_weights(folder: Path, change: Callable[[Weights], object]) -> None:
         (lambda w: w.update({QKV: w[QKV].T.contiguous()}), r"c_attn.weight has the shape \[72, 24\], .* \[24, 72\]"),
         (lambda w: w.update({TOKENS: w[TOKENS].int()}), "has 'transformer.wte.weight' in torch.int32, floats"),
         (lambda w: w.update({"wte.weight": w[TOKENS]}), "has 'wte.weight' and .* has 'transformer.wte.weight'"),
-        (lambda w: w.update({HEAD: w[TOKENS] + 1}), "tie_word_embeddings=true and a lm_head.weight that is not the emb"),
+        (lambda w: w.update({HEAD: w[TOKENS] + 1}), "tie_word_embeddings=true, and a lm_head.weight other than"),
         (lambda w: w.update({"lm_head.bias": torch.zeros(61)}), "has 'lm_head.bias', which is no parameter"),
         (lambda w: w[NORM].fill_(torch.nan), "final_norm.weight has 24 values that are not finite in .*float64"),
         (lambda w: w[QKV][0, :2].fill_(-torch.inf), "qkv.weight has 2 values that are not finite"),
