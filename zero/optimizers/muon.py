@@ -10,13 +10,13 @@ The weight decay is that of `MatrixMethod`, decoupled or cautious.
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from parallel.tensor.layers import is_traced
-from zero.optimizers.matrix_method import View
+from zero.optimizers.matrix_method import WIDE_DTYPES, View
 from zero.optimizers.matrix_optimizer import MatrixOptimizer
 from zero.partition.config import DTYPES
 from zero.step.compiled import compiled_on_gpus
@@ -47,7 +47,7 @@ POLAR_EXPRESS: Sequence[Coefficients] = (
 MOST_GROWTH = {"gram": 256, "matrix": 0}
 ROWS, ROWS_EPS = "row_mean_square", 1e-8  # of NorMuon: the name of the state, and what is added to its root
 Adjustment = Literal["original", "match_rms_adamw"]
-ITERATION_DTYPES = {"bf16": DTYPES["bf16"], "fp32": DTYPES["fp32"], "fp64": torch.float64}
+ITERATION_DTYPES = {"bf16": DTYPES["bf16"]} | WIDE_DTYPES
 
 
 class Muon(MatrixOptimizer):
@@ -77,6 +77,12 @@ class Muon(MatrixOptimizer):
         "per_repetition": False,
         "lr_factor": 1.0,
         "joins_parts": True,
+    }
+    own_choices: ClassVar = {
+        "iteration": get_args(IterationName),
+        "iterates_on": MOST_GROWTH,
+        "ns_dtype": ITERATION_DTYPES,
+        "adjust_lr_fn": (*get_args(Adjustment), None),
     }
     common: ClassVar = frozenset({"ns_dtype", "row_beta", "joins_parts"})
 
