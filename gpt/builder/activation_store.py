@@ -4,7 +4,6 @@ import logging
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 
 from gpt.builder.closed_forms import coded_parameters_of_rank, moment_bytes, parameters_of_rank
 from gpt.settings.option_names import in_option_names
@@ -28,24 +27,15 @@ def chosen_activations(settings: Settings, mesh: Mesh, replicas: Axis, device: t
     if activations.store not in ("auto", "planned") or activations.budget_gb:
         return activations
     hardware = activations.hardware
-    memory_bytes = hardware.memory_gb * 1e9 if hardware.memory_gb else _least(memory_per_rank(device, mesh), mesh)
+    # The least of all ranks: with other stores or plans their collectives would differ.
+    least = mesh.data.min_over_ranks(mesh.tensor.min_over_ranks(memory_per_rank(device, mesh)))
+    memory_bytes = hardware.memory_gb * 1e9 if hardware.memory_gb else least
     work = workload(settings, mesh.data.size, replicas.size)
     if activations.store == "planned":
         return replace(activations, budget_gb=max(memory_bytes * USABLE_FRACTION - work.state_bytes, 1.0) / 1e9)
     store, reason = choose_store(work, memory_bytes, hardware)
     logger.info(in_option_names(reason))
     return replace(activations, store=store)
-
-
-def _least(number: float, mesh: Mesh) -> float:
-    """Return the least number of all ranks: with other stores or plans their collectives would differ."""
-    found = torch.tensor(-number, dtype=torch.float64)
-    for axis in (mesh.tensor, mesh.data):
-        if axis.imitated_backend is None:
-            sent = found.to(axis.communication_device(found))
-            axis.all_reduce(sent, out=sent, op=dist.ReduceOp.MAX).wait()
-            found.copy_(sent)
-    return -float(found)
 
 
 def sent_bytes(settings: Settings, data_size: int, num_micro_batches: int) -> tuple[float, float]:
@@ -115,8 +105,8 @@ def workload(settings: Settings, data_size: int, num_replicas: int) -> Workload:
     )
 
 
-def memory_per_rank(device: torch.device, mesh: Mesh) -> float:
+def memory_per_rank(device: torch.device, mesh: Mesh) -> int:
     """Return the memory of one rank in bytes; ranks on CPUs are assumed to share the memory of one machine."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    return physical_bytes() / (mesh.data.size * mesh.tensor.size)
+    return physical_bytes() // (mesh.data.size * mesh.tensor.size)

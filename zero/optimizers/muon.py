@@ -118,9 +118,12 @@ class Muon(MatrixOptimizer):
         return {ROWS: torch.zeros(shape[0], dtype=dtype, device=device)}
 
     def rate(self, group: dict[str, Any], shape: tuple[int, int] | None) -> float:
-        """Return the learning rate, which is adjusted to the shape of a matrix."""
-        factor = 1.0 if shape is None else adjustment(group["adjust_lr_fn"], shape)
-        return super().rate(group, shape) * factor
+        """Return the learning rate, which is adjusted to the shape of a matrix as in `torch.optim.Muon`."""
+        rate = super().rate(group, shape)
+        if shape is None:
+            return rate
+        matches_adamw = group["adjust_lr_fn"] == "match_rms_adamw"
+        return rate * (0.2 * math.sqrt(max(shape)) if matches_adamw else math.sqrt(max(1, shape[0] / shape[1])))
 
     @staticmethod
     def flops(shape: tuple[int, int], group: dict[str, Any]) -> int:
@@ -216,12 +219,3 @@ def normalize_rows_(matrices: Tensor, states: Sequence[dict[str, Tensor]], weigh
     factors = 1 / (means.sqrt() + ROWS_EPS)
     of_matrices = torch.linalg.vector_norm(norms * factors, dim=1, keepdim=True).clamp(min=ROWS_EPS)
     matrices.mul_((factors * math.sqrt(min(matrices.shape[1:])) / of_matrices)[:, :, None])
-
-
-def adjustment(name: Adjustment | None, shape: tuple[int, int]) -> float:
-    """Return the factor of the learning rate of a matrix, as in `torch.optim.Muon`.
-
-    original: sqrt(max(1, rows / columns)); match_rms_adamw: 0.2 sqrt(max(rows, columns)).
-    """
-    rows, columns = shape
-    return 0.2 * math.sqrt(max(rows, columns)) if name == "match_rms_adamw" else math.sqrt(max(1, rows / columns))

@@ -15,7 +15,7 @@ def store_of_rank() -> str:
     """Return the store that `auto` chooses if the first rank's device has too little memory for another one."""
     settings = parse_settings([f"--config={BASE}", *SHAPE, *BATCH, "--activations.store=auto"]).with_gradient_types(2)
     mesh = Mesh.create(1)
-    memory_bytes = 0.004e9 if mesh.data.rank == 0 else 1e9
+    memory_bytes = 4_000_000 if mesh.data.rank == 0 else 1_000_000_000
     with mock.patch("gpt.builder.activation_store.memory_per_rank", return_value=memory_bytes):
         return chosen_activations(settings, mesh, Axis.trivial("tensor"), torch.device("cpu")).store
 
