@@ -4,7 +4,6 @@ import logging
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 
 from gpt.builder.closed_forms import coded_parameters_of_rank, moment_bytes, parameters_of_rank
 from gpt.settings.option_names import in_option_names
@@ -28,25 +27,15 @@ def chosen_activations(settings: Settings, mesh: Mesh, replicas: Axis, device: t
     if activations.store not in ("auto", "planned") or activations.budget_gb:
         return activations
     hardware = activations.hardware
-    memory_bytes = hardware.memory_gb * 1e9 if hardware.memory_gb else memory_per_rank(device, mesh)
+    # The least of all ranks: with other stores or plans their collectives would differ.
+    least = mesh.data.min_over_ranks(mesh.tensor.min_over_ranks(memory_per_rank(device, mesh)))
+    memory_bytes = hardware.memory_gb * 1e9 if hardware.memory_gb else least
     work = workload(settings, mesh.data.size, replicas.size)
     if activations.store == "planned":
-        left = max(memory_bytes * USABLE_FRACTION - work.state_bytes, 1.0)
-        return replace(activations, budget_gb=_least(left, mesh) / 1e9)
+        return replace(activations, budget_gb=max(memory_bytes * USABLE_FRACTION - work.state_bytes, 1.0) / 1e9)
     store, reason = choose_store(work, memory_bytes, hardware)
     logger.info(in_option_names(reason))
     return replace(activations, store=store)
-
-
-def _least(number: float, mesh: Mesh) -> float:
-    """Return the least number of all ranks: those that share layers need one plan, or their collectives differ."""
-    found = torch.tensor(-number, dtype=torch.float64)
-    for axis in (mesh.tensor, mesh.data):
-        if axis.imitated_backend is None:
-            sent = found.to(axis.communication_device(found))
-            axis.all_reduce(sent, out=sent, op=dist.ReduceOp.MAX).wait()
-            found.copy_(sent)
-    return -float(found)
 
 
 def sent_bytes(settings: Settings, data_size: int, num_micro_batches: int) -> tuple[float, float]:
@@ -84,14 +73,21 @@ def block_sum_bytes(settings: Settings, data_size: int) -> float:
     )
 
 
+def model_states(settings: Settings, data_size: int) -> memory.PlacedStates:
+    """Return the bytes of one rank's model states on the accelerator and on the host."""
+    zero, dtype, tensor_size = settings.zero, settings.train.dtype, settings.parallel.tensor_size
+    num_parameters = parameters_of_rank(settings.model, tensor_size)
+    gradient_bytes = zero.gradient_types(dtype).accumulate.itemsize
+    moments = moment_bytes(settings.optimizer, settings.model, tensor_size)
+    group_size = settings.parallel.shard_size or data_size
+    states = memory.formula(zero.policy, num_parameters, data_size, dtype.itemsize, moments, gradient_bytes, group_size)
+    return memory.placed(states, zero.policy, group_size, settings.offload.offloaded_states)
+
+
 def workload(settings: Settings, data_size: int, num_replicas: int) -> Workload:
     """Return the work of one rank on one micro-batch, with the memory and traffic of closed forms."""
-    model, train, zero, parallel = settings.model, settings.train, settings.zero, settings.parallel
-    policy, itemsize = zero.policy, train.dtype.itemsize
-    num_parameters = parameters_of_rank(model, parallel.tensor_size)
-    moments = moment_bytes(settings.optimizer, model, parallel.tensor_size)
+    model, train, parallel = settings.model, settings.train, settings.parallel
     num_micro_batches = train.num_micro_batches(data_size // parallel.context_size)
-    accumulate = zero.gradient_types(train.dtype).accumulate.itemsize
     return Workload(
         b=train.micro_batch_size,
         s=model.seq_length // parallel.context_size,  # the tokens of this rank
@@ -101,17 +97,16 @@ def workload(settings: Settings, data_size: int, num_replicas: int) -> Workload:
         N_m=num_replicas,
         tensor_size=parallel.tensor_size,
         vocab_size=model.padded_vocab_size,
-        itemsize=itemsize,
-        state_bytes=block_sum_bytes(settings, data_size)
-        + memory.formula(policy, num_parameters, data_size, itemsize, moments, accumulate, parallel.shard_size).total,
+        itemsize=train.dtype.itemsize,
+        state_bytes=block_sum_bytes(settings, data_size) + model_states(settings, data_size).accelerator.total,
         data_bytes=sum(sent_bytes(settings, data_size, num_micro_batches)) / num_micro_batches,
         block_weights=model.block_weights,
         block_width=model.block_width,
     )
 
 
-def memory_per_rank(device: torch.device, mesh: Mesh) -> float:
+def memory_per_rank(device: torch.device, mesh: Mesh) -> int:
     """Return the memory of one rank in bytes; ranks on CPUs are assumed to share the memory of one machine."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    return physical_bytes() / (mesh.data.size * mesh.tensor.size)
+    return physical_bytes() // (mesh.data.size * mesh.tensor.size)

@@ -49,6 +49,7 @@ def moment_bytes(optimizer: OptimizerSettings, model: ModelConfig, tensor_size: 
     """Return the mean bytes of optimizer states for each parameter of a rank: K - 4 in the paper's words."""
     matrices = [(name, shape, numel) for name, shape, numel in _parameters(model, tensor_size) if len(shape) > 1]
     hidden = [(name, shape, numel) for name, shape, numel in matrices if name.startswith("blocks.")]
+    packed = [_matrices_in(model, name, shape) for name, shape, _ in hidden]
     match optimizer.name:
         case "adamw8bit":  # two bytes, and two scales for a block
             updated, state_bytes = matrices, (2 + OF_ADAM / BLOCK) * sum(numel for _, _, numel in matrices)
@@ -59,10 +60,10 @@ def moment_bytes(optimizer: OptimizerSettings, model: ModelConfig, tensor_size: 
             if optimizer.muon.row_beta is not None:  # tensor ranks divide the states of whole matrices
                 state_bytes += BYTES * sum(shape[0] for _, shape, _ in hidden) / tensor_size
         case "soap":  # so does it
-            whole = (_soap_states(*_matrices_in(model, name, shape)) for name, shape, _ in hidden)
+            whole = (number * 2 * (m * n + m * m + n * n) for number, m, n in packed)
             updated, state_bytes = hidden, BYTES * sum(whole) / tensor_size
         case "dion":  # the momentum, and the right factors once; each rank that has elements of a matrix has its factor
-            factors = (_right_factors(optimizer, *_matrices_in(model, name, shape)) for name, shape, _ in hidden)
+            factors = (number * n * math.ceil(optimizer.dion.rank_fraction * min(m, n)) for number, m, n in packed)
             updated, state_bytes = hidden, BYTES * (sum(numel for _, _, numel in hidden) + sum(factors))
         case "sgd":
             return float(BYTES * bool(optimizer.momentum))
@@ -80,13 +81,3 @@ def _matrices_in(model: ModelConfig, name: str, shape: tuple[int, ...]) -> tuple
     packed = {"attention.qkv.weight": 3, "attention.qkv.kv_weight": 2, "mlp.up.weight": ROWS_PER_UNIT[model.mlp]}
     number = next((number for end, number in packed.items() if name.endswith(end)), 1)
     return number, shape[0] // number, shape[1]
-
-
-def _soap_states(number: int, rows: int, columns: int) -> int:
-    """Return the number of elements of SOAP's states of some matrices."""
-    return number * 2 * (rows * columns + rows * rows + columns * columns)
-
-
-def _right_factors(optimizer: OptimizerSettings, number: int, rows: int, columns: int) -> int:
-    """Return the number of elements of Dion's right factors of some matrices."""
-    return number * columns * math.ceil(optimizer.dion.rank_fraction * min(rows, columns))

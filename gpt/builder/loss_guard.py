@@ -55,7 +55,7 @@ class LossGuard:
 
     def judge(self, loss: Tensor) -> Tensor:
         """Return 1 if the mean of `loss` (0-dim) over the data-parallel ranks is bad, else 0, as a 0-dim tensor."""
-        total = loss.detach().double()
+        total = loss.detach().to(torch.float64, copy=True)  # the sum overwrites it
         self._data.all_reduce(total, out=total).wait()
         is_bad = self._detector.judge(total / self._data.size)
         self.num_bad.add_(is_bad)

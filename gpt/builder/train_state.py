@@ -375,10 +375,7 @@ def parameter_groups(module: GPT, settings: OptimizerSettings) -> list[dict[str,
                 of_group["per_repetition"] = True
             if scale != 1:
                 of_group |= {"lr": settings.lr * scale, "lr_scale": scale}
-            key = (
-                param.dim() > 1,
-                *of_group.items(),
-            )  # without decay there are the same groups, as checkpoints have them
+            key = param.dim() > 1, *of_group.items()  # the same groups without decay, as checkpoints have them
             groups.setdefault(key, {"params": []} | of_group)["params"].append(param)
     return list(groups.values())
 

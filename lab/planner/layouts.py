@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Literal, Self, get_args
 
-from gpt.builder.activation_store import block_sum_bytes, sent_bytes, workload
-from gpt.builder.closed_forms import moment_bytes, parameters_of_rank
+from gpt.builder.activation_store import block_sum_bytes, model_states, sent_bytes, workload
+from gpt.builder.closed_forms import parameters_of_rank
 from gpt.builder.train_state import check_mesh
 from gpt.kernels.documents import suits_kernel
 from gpt.settings.settings import Settings
@@ -18,8 +18,7 @@ from parallel.errors import ConfigError
 from parallel.mesh import HALF_TYPES, Axis, Mesh
 from zero.activations.choice import Hardware, Workload, bytes_on_device, exposed_seconds, model_parallel_volume
 from zero.activations.stores import STORES, StoreName
-from zero.formulas import memory
-from zero.formulas.memory import ModelStates, PlacedStates
+from zero.formulas.memory import ModelStates
 from zero.formulas.traffic import axis_bytes, axis_sizes
 from zero.memory.placement import Mode
 from zero.partition.config import NUM_STAGED, Accumulate, OptimizerOver
@@ -203,17 +202,6 @@ def hardware_of(cluster: ClusterSpec) -> Hardware:
         tensor_gb_per_second=cluster.intra_node_gb_per_second,
         host_gb_per_second=cluster.host_gb_per_second,
     )
-
-
-def model_states(settings: Settings, data_size: int) -> PlacedStates:
-    """Return the bytes of one rank's model states on the accelerator and on the host."""
-    zero, dtype, tensor_size = settings.zero, settings.train.dtype, settings.parallel.tensor_size
-    num_parameters = parameters_of_rank(settings.model, tensor_size)
-    gradient_bytes = zero.gradient_types(dtype).accumulate.itemsize
-    moments = moment_bytes(settings.optimizer, settings.model, tensor_size)
-    group_size = settings.parallel.shard_size or data_size
-    states = memory.formula(zero.policy, num_parameters, data_size, dtype.itemsize, moments, gradient_bytes, group_size)
-    return memory.placed(states, zero.policy, group_size, settings.offload.offloaded_states)
 
 
 def planned_workload(settings: Settings, data_size: int) -> Workload:

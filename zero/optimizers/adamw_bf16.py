@@ -26,10 +26,12 @@ class AdamWBf16(CompressedAdamW):
     common: ClassVar = frozenset({"seed"})
     own_atom = ELEMENT
 
-    def __init__(self, params: Any, **settings: Any):
-        super().__init__(params, **settings)
-        of_all = (param for group in self.param_groups for param in group["params"])
-        self._places = {param: WholePlace(number) for number, param in enumerate(of_all)}
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, whose parameters have the next numbers; the constructor calls this for the first groups."""
+        super().add_param_group(param_group)
+        self._places: dict[nn.Parameter, WholePlace] = self.__dict__.get("_places", {})
+        added = enumerate(self.param_groups[-1]["params"], len(self._places))
+        self.locate({param: WholePlace(number) for number, param in added})
 
     def locate(self, places: Mapping[nn.Parameter, WholePlace]) -> None:
         """Take the places of pieces of parameters in whole ones."""

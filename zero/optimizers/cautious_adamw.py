@@ -19,6 +19,7 @@ class CautiousAdamW(AdamW):
 
     def __init__(self, params: Any, *, cautious_decay: bool = False, **settings: Any):
         super().__init__(params, **ADAM_DEFAULTS | settings)
+        self._step_supports_amp_scaling = False  # only torch's kernel divides by the scale of a GradScaler
         self.defaults["cautious_decay"] = cautious_decay
         for group in self.param_groups:
             group.setdefault("cautious_decay", cautious_decay)
@@ -34,6 +35,11 @@ class CautiousAdamW(AdamW):
         """Update all parameters, for the gradients that a closure computes if there is one; return its result."""
         with torch.enable_grad():
             loss = closure() if closure else None
+        self.update_groups()
+        return loss
+
+    def update_groups(self) -> None:
+        """Update all parameters whose gradients are known."""
         cautious = [group for group in self.param_groups if group["cautious_decay"] and group["weight_decay"]]
         decays = [group["weight_decay"] for group in cautious]
         for group in cautious:
@@ -48,7 +54,6 @@ class CautiousAdamW(AdamW):
         finally:
             for group, decay in zip(cautious, decays, strict=True):
                 group["weight_decay"] = decay
-        return loss
 
 
 def decay_cautiously(param: Tensor, update: Tensor, factor: Tensor | float) -> None:

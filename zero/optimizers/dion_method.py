@@ -16,8 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from zero.optimizers.matrix_method import MatrixMethod
-from zero.partition.config import DTYPES
+from zero.optimizers.matrix_method import WIDE_DTYPES, MatrixMethod
 
 NUM_PASSES = 3
 MOMENTUM, RIGHT = "momentum_buffer", "right_factor"  # names of states
@@ -37,19 +36,18 @@ class DionMethod(MatrixMethod):
 
     method = "dion"
     own_defaults: ClassVar = {"momentum": 0.95, "rank_fraction": 0.25, "dtype": "fp32", "lr_factor": 1.0}
+    own_choices: ClassVar = {"dtype": WIDE_DTYPES}
     common: ClassVar = frozenset({"rank_fraction", "dtype"})
 
     def __init__(self, params: Any, **settings: Any):
         super().__init__(params, **settings)
         if not 0 < (fraction := self.defaults["rank_fraction"]) <= 1:
             raise ValueError(f"rank_fraction={fraction} of Dion is not above 0 and at most 1; choose 0.25, for example")
-        if (dtype := self.defaults["dtype"]) not in ("fp32", "fp64"):
-            raise ValueError(f"dtype={dtype!r} of Dion is neither fp32 nor fp64; choose fp32")
 
     @property
     def factor_dtype(self) -> torch.dtype:
         """The data type of factors."""
-        return torch.float64 if self.defaults["dtype"] == "fp64" else DTYPES["fp32"]
+        return WIDE_DTYPES[self.defaults["dtype"]]
 
     def prepare(self, param: nn.Parameter) -> None:
         """Make the momentum of a stretch."""

@@ -1,7 +1,8 @@
 """AdamW in which groups choose another method of updating their parameters."""
 
 from abc import abstractmethod
-from typing import Any, ClassVar
+from collections.abc import Collection
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,8 @@ class GroupedAdamW(CautiousAdamW):
     method: ClassVar[str]
     own_defaults: ClassVar[dict[str, Any]]
     """The settings of the method, with their defaults."""
+    own_choices: ClassVar[dict[str, Collection[Any]]] = {}
+    """The values that some of them may have."""
     common: ClassVar[frozenset[str]] = frozenset()
     """Those that are the same in all groups of the method."""
     own_atom: ClassVar[Atom]
@@ -33,10 +36,19 @@ class GroupedAdamW(CautiousAdamW):
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
-            if group["update"] not in (self.method, "adamw"):
-                raise ValueError(f"update={group['update']!r} of a group; choose {self.method!r} or 'adamw'")
+            self._check_choices(group)
         for name in sorted(self.common):
             self.defaults[name] = self._common_value(name)
+
+    def _check_choices(self, group: dict[str, Any]) -> None:
+        """Raise ValueError if a setting of a group has a value that its update does not know."""
+        choices: dict[str, Collection[Any]] = {"update": (self.method, "adamw")}
+        if group["update"] == self.method:
+            choices |= {"maximize": (False,), "amsgrad": (False,), **self.own_choices}
+        for name, values in choices.items():
+            if group[name] not in values:
+                known = " or ".join(map(repr, values))
+                raise ValueError(f"{type(self).__name__} has {name}={group[name]!r} of a group; choose {known}")
 
     def _common_value(self, name: str) -> Any:
         """Return the value that a setting has in all groups of the method. Raises ValueError if they differ."""
@@ -44,6 +56,13 @@ class GroupedAdamW(CautiousAdamW):
         if any(value != values[0] for value in values):
             raise ValueError(f"{name} is {values} in groups of {self.method!r}; give all of them the same value")
         return values[0] if values else self.defaults[name]
+
+    def state_dict(self) -> NoReturn:
+        """Refuse what would lack the states of matrices, and get the others back in another type."""
+        raise RuntimeError(
+            f"a state dict of torch does not keep the states of {type(self).__name__}; pass this class to "
+            "ZeroOptimizer, and use `save` and `load` of zero"
+        )
 
     def atom(self, group: dict[str, Any]) -> Atom:
         """Return the atom of a group."""
@@ -92,9 +111,8 @@ class GroupedAdamW(CautiousAdamW):
         if (skip := self.skip_flag()) is not None:
             grad.masked_fill_(skip, 0.0)
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        """Update all parameters."""
+    def update_groups(self) -> None:
+        """Update all parameters whose gradients are known."""
         groups = self.param_groups
         own = [group for group in groups if group["update"] == self.method and group["params"]]
         for group in own:
@@ -104,7 +122,7 @@ class GroupedAdamW(CautiousAdamW):
                     self.update_param(param, param.grad, group)
         self.param_groups = [group for group in groups if group["update"] != self.method]
         try:
-            super().step()
+            super().update_groups()
         finally:
             self.param_groups = groups
             if own:  # else this is a part of a step, whose matrices are updated elsewhere

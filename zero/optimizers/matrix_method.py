@@ -17,10 +17,12 @@ from torch import Tensor, nn
 
 from zero.optimizers.cautious_adamw import decay_cautiously
 from zero.optimizers.grouped_adamw import GroupedAdamW
+from zero.partition.config import DTYPES
 from zero.step.atoms import MATRIX
 from zero.step.compiled import compiled_on_gpus
 
 View = Callable[[Tensor], Tensor]
+WIDE_DTYPES = {"fp32": DTYPES["fp32"], "fp64": torch.float64}
 
 
 class MatrixMethod(GroupedAdamW):

@@ -10,13 +10,13 @@ The weight decay is that of `MatrixMethod`, decoupled or cautious.
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from parallel.tensor.layers import is_traced
-from zero.optimizers.matrix_method import View
+from zero.optimizers.matrix_method import WIDE_DTYPES, View
 from zero.optimizers.matrix_optimizer import MatrixOptimizer
 from zero.partition.config import DTYPES
 from zero.step.compiled import compiled_on_gpus
@@ -47,7 +47,7 @@ POLAR_EXPRESS: Sequence[Coefficients] = (
 MOST_GROWTH = {"gram": 256, "matrix": 0}
 ROWS, ROWS_EPS = "row_mean_square", 1e-8  # of NorMuon: the name of the state, and what is added to its root
 Adjustment = Literal["original", "match_rms_adamw"]
-ITERATION_DTYPES = {"bf16": DTYPES["bf16"], "fp32": DTYPES["fp32"], "fp64": torch.float64}
+ITERATION_DTYPES = {"bf16": DTYPES["bf16"]} | WIDE_DTYPES
 
 
 class Muon(MatrixOptimizer):
@@ -77,6 +77,12 @@ class Muon(MatrixOptimizer):
         "per_repetition": False,
         "lr_factor": 1.0,
         "joins_parts": True,
+    }
+    own_choices: ClassVar = {
+        "iteration": get_args(IterationName),
+        "iterates_on": MOST_GROWTH,
+        "ns_dtype": ITERATION_DTYPES,
+        "adjust_lr_fn": (*get_args(Adjustment), None),
     }
     common: ClassVar = frozenset({"ns_dtype", "row_beta", "joins_parts"})
 
@@ -112,9 +118,12 @@ class Muon(MatrixOptimizer):
         return {ROWS: torch.zeros(shape[0], dtype=dtype, device=device)}
 
     def rate(self, group: dict[str, Any], shape: tuple[int, int] | None) -> float:
-        """Return the learning rate, which is adjusted to the shape of a matrix."""
-        factor = 1.0 if shape is None else adjustment(group["adjust_lr_fn"], shape)
-        return super().rate(group, shape) * factor
+        """Return the learning rate, which is adjusted to the shape of a matrix as in `torch.optim.Muon`."""
+        rate = super().rate(group, shape)
+        if shape is None:
+            return rate
+        matches_adamw = group["adjust_lr_fn"] == "match_rms_adamw"
+        return rate * (0.2 * math.sqrt(max(shape)) if matches_adamw else math.sqrt(max(1, shape[0] / shape[1])))
 
     @staticmethod
     def flops(shape: tuple[int, int], group: dict[str, Any]) -> int:
@@ -210,12 +219,3 @@ def normalize_rows_(matrices: Tensor, states: Sequence[dict[str, Tensor]], weigh
     factors = 1 / (means.sqrt() + ROWS_EPS)
     of_matrices = torch.linalg.vector_norm(norms * factors, dim=1, keepdim=True).clamp(min=ROWS_EPS)
     matrices.mul_((factors * math.sqrt(min(matrices.shape[1:])) / of_matrices)[:, :, None])
-
-
-def adjustment(name: Adjustment | None, shape: tuple[int, int]) -> float:
-    """Return the factor of the learning rate of a matrix, as in `torch.optim.Muon`.
-
-    original: sqrt(max(1, rows / columns)); match_rms_adamw: 0.2 sqrt(max(rows, columns)).
-    """
-    rows, columns = shape
-    return 0.2 * math.sqrt(max(rows, columns)) if name == "match_rms_adamw" else math.sqrt(max(1, rows / columns))

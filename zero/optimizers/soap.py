@@ -6,9 +6,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from zero.optimizers.matrix_method import View
+from zero.optimizers.matrix_method import WIDE_DTYPES, View
 from zero.optimizers.matrix_optimizer import MatrixOptimizer
-from zero.partition.config import DTYPES
 
 SHIFT = 1e-3  # of the mean eigenvalue, added to all: so a singular preconditioner has a basis that is not arbitrary
 
@@ -32,12 +31,13 @@ class Soap(MatrixOptimizer):
         "lr_factor": 1.0,
         "joins_parts": True,
     }
+    own_choices: ClassVar = {"dtype": WIDE_DTYPES}
     common: ClassVar = frozenset({"dtype", "joins_parts"})
 
     @property
     def message_dtype(self) -> torch.dtype:
         """The data type of the states."""
-        return torch.float64 if self.defaults["dtype"] == "fp64" else DTYPES["fp32"]
+        return WIDE_DTYPES[self.defaults["dtype"]]
 
     def start_round(self, group: dict[str, Any]) -> None:
         """Count a step."""

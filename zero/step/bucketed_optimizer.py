@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from parallel.torch_internals import step_hooks_run_once
+from zero.step.atoms import atom_of
 from zero.step.pieces import Groups, Piece
 
 # Settings that say how, not what, is computed.
@@ -21,7 +22,8 @@ class BucketedOptimizer:
     """A torch optimizer that is stepped for the pieces of one or a few buckets at a time.
 
     A round consists of steps for all buckets. Counters that the optimizer keeps for each parameter group, such as
-    the step counter of apex's Adam, advance once in a round, because each step starts from the same counters.
+    the step counter of apex's Adam, advance once in a round, because each step starts from the same counters. They are
+    the same on all ranks, also on one that owns nothing of a group.
     """
 
     def __init__(self, inner: Optimizer, bytes_per_element: Sequence[float] = (), shown: Groups | None = None):
@@ -32,6 +34,9 @@ class BucketedOptimizer:
         self.inner, self.bytes_per_element = inner, bytes_per_element
         self._pieces = [group["params"] for group in inner.param_groups]
         self._shown = self._pieces if shown is None else [group["params"] for group in shown]
+        # A group without a parameter, even one that has no gradient, would not advance its counters.
+        assembled = [atom_of(inner, group).is_assembled for group in inner.param_groups]
+        self._idle = [[] if is_assembled else [nn.Parameter(torch.empty(0))] for is_assembled in assembled]
         self._set_params(self._shown)
         self._open_steps: list[None] = []  # the hook has no reference to this object: it would keep the states alive
         inner.register_step_pre_hook(partial(_check_is_open, self._open_steps))
@@ -67,21 +72,22 @@ class BucketedOptimizer:
     def begin_round(self) -> None:
         """Begin a round, and read the settings of the groups, such as the learning rate."""
         self._before = [settings_of(group) for group in self.inner.param_groups]
-        self._after = list(self._before)
+        self._after = self._before
 
     def step(self, shards: Sequence[tuple[Sequence[Piece], Tensor]]) -> None:
         """Step the optimizer for the pieces of some buckets, each with the flat gradient of the bucket's shard."""
         stepped = [piece for pieces, _ in shards for piece in pieces]
         for number, group in enumerate(self.inner.param_groups):
-            _replace(group, self._before[number], [piece.param for piece in stepped if piece.group == number])
+            params = [piece.param for piece in stepped if piece.group == number]
+            _replace(group, self._before[number], params or self._idle[number])
         for pieces, grad in shards:
             for piece in pieces:
                 piece.param.grad = grad[piece.elements.start : piece.elements.stop]
         if self.skips_by_itself and isinstance(self.inner, torch.optim.SGD):
             self._make_momentum(stepped)
         self.inner.step()
-        for number in {piece.group for piece in stepped}:
-            self._after[number] = settings_of(self.inner.param_groups[number])
+        if shards:
+            self._after = [settings_of(group) for group in self.inner.param_groups]
         for piece in stepped:
             piece.param.grad = None
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from parallel.tensor.softmax import inductor_works
 from parallel.torch_internals import active_dispatch_modes, active_observers
 
+_works = cache(inductor_works)
 MOST_NUMBERS = 256  # that are kept as tensors: those of a step are few
 
 
@@ -60,11 +61,6 @@ def runs_compiled(tensor: Tensor) -> bool:
 def _imitated_compiler(tensor: Tensor) -> ImitatedCompiler | None:
     compilers = (one for one in active_observers() if hasattr(one, "compiles"))
     return next((one for one in compilers if one.compiles(tensor)), None)
-
-
-@cache
-def _works(device: torch.device) -> bool:
-    return inductor_works(device)
 
 
 @cache

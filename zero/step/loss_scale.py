@@ -13,13 +13,15 @@ from torch import Tensor
 
 from zero.memory.streams import launched_work
 
+LARGEST = 2.0**126  # scale: from infinity there would be no way back
+
 
 class LossScale:
     """A factor by which the loss is multiplied before backward, static or dynamic.
 
     Multiply the loss by `scale`, and call `update` after each step. A dynamic scale is halved after `hysteresis`
     consecutive steps with overflow, and again after each overflow that follows directly, but not below `minimum`. It is
-    doubled after `growth_interval` consecutive steps without overflow. A static scale never changes.
+    doubled after `growth_interval` consecutive steps without overflow, up to 2^126. A static scale never changes.
     """
 
     def __init__(
@@ -53,7 +55,7 @@ class LossScale:
         # At most one of these is true, since one of the two counts is zero.
         must_halve = self._num_overflowed >= self._hysteresis
         must_double = self._num_good >= self._growth_interval
-        self.scale.mul_(1.0 - 0.5 * must_halve.float() + must_double.float()).clamp_(min=self._minimum)
+        self.scale.mul_(1.0 - 0.5 * must_halve.float() + must_double.float()).clamp_(self._minimum, LARGEST)
         self._num_good.mul_(~must_double)
 
     def note(self, found_inf: Tensor) -> None:

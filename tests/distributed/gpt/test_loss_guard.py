@@ -14,8 +14,11 @@ from tests.ranks import run_ranks
 def judged(steps: list[list[float]]) -> tuple[list[float], float]:
     """Return this rank's verdict on each step, given the losses of all ranks, and the mean of the good ones."""
     guard = LossGuard(Mesh.create(1).data, spike_factor=2.0)
-    losses = [torch.tensor(losses[dist.get_rank()]) for losses in steps]
-    return [guard.judge(loss).item() for loss in losses], guard.state()["mean"].item()
+    before = torch.tensor([losses[dist.get_rank()] for losses in steps], dtype=torch.float64)
+    losses = before.clone()
+    verdicts = [guard.judge(loss).item() for loss in losses]
+    torch.testing.assert_close(losses, before, rtol=0, atol=0, equal_nan=True)  # still this rank's own
+    return verdicts, guard.state()["mean"].item()
 
 
 def test_one_bad_rank_of_two_is_bad_on_both_and_a_good_mean_on_neither():

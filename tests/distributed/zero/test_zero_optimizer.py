@@ -259,6 +259,29 @@ def test_the_states_of_an_optimizer_are_freed_with_it(kind):
     assert inner() is None
 
 
+def counters_of_groups(folder: Path) -> list[list[int]]:
+    """Train two groups, of which each rank owns one; return their counters after steps, and after loading them."""
+
+    def start() -> tuple[ZeroDataParallel, ZeroOptimizer]:
+        module = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+        model = ZeroDataParallel(module, None, ZeroConfig(2))
+        groups = [{"params": layer.parameters()} for layer in module]
+        return model, ZeroOptimizer(model, ScheduleFreeSGD, groups, warn_skipped=False)
+
+    model, optimizer = start()
+    optimizer.inner.train()
+    for factor in (1.0, math.inf, 1.0, 1.0):
+        (model(torch.ones(2, 8)).mean() * factor).backward()
+        optimizer.step()
+    loaded = start()
+    load(save(folder, model, optimizer), *loaded)
+    return [[group["k"] for group in one.param_groups] for one in (optimizer, loaded[1])]
+
+
+def test_counters_of_a_group_are_the_same_on_ranks_that_own_nothing_of_it(tmp_path):
+    assert run_ranks(2, counters_of_groups, tmp_path / "saved") == [[[3, 3], [3, 3]]] * 2
+
+
 def check_modes_in_half_precision(folder: Path) -> None:
     """Master weights change mode in fp32, also after loading, and parameters are rounded from them."""
     for config in [*configs(*ALL_STAGES), ZeroConfig(1, 500, overlap_gather=True)]:

@@ -53,6 +53,17 @@ def test_the_work_of_a_rank_has_its_states_tokens_and_messages(option: str, data
     assert (found.b, found.s, found.k, found.N_m) == (2, 32 // settings.parallel.context_size, 3, 1)
 
 
+def test_states_in_host_memory_leave_the_memory_of_the_device_to_activations():
+    def states(*options: str) -> float:
+        settings = parse_settings([f"--config={BASE}", *SHAPE, *BATCH, "--train.precision=bf16", *options])
+        return workload(settings.with_gradient_types(4), 4, num_replicas=1).state_bytes
+
+    numel = parameters_of_rank(parse_settings([f"--config={BASE}", *SHAPE]).model, 1)
+    assert states("--zero.stage=2", "--offload.mode=host") == 2 * numel
+    assert states("--zero.stage=3", "--offload.mode=host") == 0
+    assert states("--zero.stage=3", "--offload.mode=auto", "--offload.states=[optimizer]") == numel / 2  # 2 bytes, N=4
+
+
 def test_auto_is_the_store_that_the_memory_of_the_settings_or_of_the_machine_allows(caplog: pytest.LogCaptureFixture):
     settings = parse_settings([f"--config={BASE}", *SHAPE, *BATCH, "--activations.store=auto"])
     caplog.set_level("INFO")

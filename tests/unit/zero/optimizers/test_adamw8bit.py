@@ -120,6 +120,21 @@ def test_random_bits_are_a_hash_of_seed_step_parameter_and_element():
             assert optimizer.state[param]["exp_avg"].view(-1).equal(before.bfloat16())
 
 
+def test_a_group_that_is_added_has_the_bits_of_one_that_was_given():
+    found = []
+    for adds in (True, False):
+        params = [nn.Parameter(torch.ones(300)) for _ in range(2)]
+        optimizer = AdamWBf16(params[:1] if adds else [{"params": [param]} for param in params], lr=0.1)
+        if adds:
+            optimizer.add_param_group({"params": params[1:]})
+        for step in range(2):
+            for number, param in enumerate(params):
+                param.grad = torch.linspace(1, 2 + number, 300) ** step
+            optimizer.step()
+        found.append(optimizer.state[params[1]]["exp_avg"])
+    assert found[0].equal(found[1])
+
+
 def test_shards_that_cut_blocks_are_refused():
     model = ZeroDataParallel(nn.Linear(40, 30), Axis.trivial("data"), ZeroConfig(1))
     message = r"AdamW8bit updates blocks of 256 elements, and ZeroConfig.alignment=16 lets shards cut them; .*256"

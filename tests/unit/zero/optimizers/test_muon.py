@@ -323,6 +323,70 @@ def test_a_setting_that_groups_have_in_common_is_taken_from_them_and_may_not_dif
         kind(groups, lr=0.02)
 
 
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        (Muon, {"ns_dtype": "fp16"}, "ns_dtype='fp16' .*'bf16' or 'fp32' or 'fp64'"),
+        (Muon, {"iteration": "newton"}, "iteration='newton' .*'newton_schulz' or 'polar_express'"),
+        (Muon, {"iterates_on": "rows"}, "iterates_on='rows' .*'gram' or 'matrix'"),
+        (Muon, {"adjust_lr_fn": "match_rms"}, "adjust_lr_fn='match_rms' .*'match_rms_adamw'"),
+        (Soap, {"dtype": "bf16"}, "Soap has dtype='bf16' of a group; choose 'fp32' or 'fp64'"),
+        (Dion, {"dtype": "bf16"}, "Dion has dtype='bf16' of a group; choose 'fp32' or 'fp64'"),
+        (AdamW8bit, {"amsgrad": True}, "AdamW8bit has amsgrad=True of a group; choose False"),
+        *((kind, {"maximize": True}, "maximize=True .* choose False") for kind in (Muon, Soap, Dion, AdamWBf16)),
+    ],
+)
+def test_settings_that_a_method_does_not_know_are_refused(kind, settings, message):
+    for of_groups, of_all in ((settings, {}), ({}, settings)):
+        with pytest.raises(ValueError, match=message):
+            kind([{"params": params_of(SHAPES), **of_groups}], **of_all)
+    kind([{"params": params_of(SHAPES), "update": "adamw", "maximize": True}])
+
+
+METHODS = [Muon, Soap, Dion, AdamW8bit, AdamWBf16]
+
+
+@pytest.mark.parametrize("kind", [*METHODS, CautiousAdamW])
+def test_a_closure_computes_the_gradients_of_a_step(kind):
+    (param,), (expected,) = params_of(SHAPES[:1]), params_of(SHAPES[:1])
+    by_closure, optimizer = kind([param]), kind([expected])
+
+    def closure() -> Tensor:
+        by_closure.zero_grad()
+        loss = param.square().sum()
+        loss.backward()
+        return loss
+
+    assert by_closure.step(closure) > 0
+    expected.square().sum().backward()
+    assert optimizer.step() is None
+    assert param.equal(expected)
+
+
+@pytest.mark.parametrize("kind", [*METHODS, CautiousAdamW])
+def test_a_grad_scaler_gives_gradients_without_its_scale(kind):
+    """Its scale changes between steps, and momentum would have gradients of both scales."""
+    (param,), (expected,) = params_of(SHAPES[:1]), params_of(SHAPES[:1])
+    scaled, optimizer = (kind([one], cautious_decay=True) for one in (param, expected))
+    scaler = torch.amp.GradScaler("cpu", 4.0, growth_interval=1)
+    for step in range(3):
+        weights = torch.randn(param.shape, generator=torch.Generator().manual_seed(step))
+        (expected * weights).sum().backward()
+        scaler.scale((param * weights).sum()).backward()
+        optimizer.step()
+        scaler.step(scaled)
+        scaler.update()
+        optimizer.zero_grad()
+        scaled.zero_grad()
+    assert param.equal(expected)
+
+
+@pytest.mark.parametrize("kind", METHODS)
+def test_a_state_dict_of_torch_is_refused(kind):
+    with pytest.raises(RuntimeError, match=rf"states of {kind.__name__}; .* `save` and `load` of zero"):
+        kind(params_of(SHAPES)).state_dict()
+
+
 def test_a_vector_in_a_group_of_matrices_is_refused():
     module = Layers()
     model = ZeroDataParallel(module, Axis.trivial("data"), ZeroConfig(1))
