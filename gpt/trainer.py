@@ -85,7 +85,7 @@ class Trainer:
         """Resume, run every step that is left, and report. Raises ConfigError for errors that the user can correct."""
         try:
             # First, because it removes later steps from metrics.jsonl, from which sinks get the history.
-            samples_before = partial(consumed_samples_after, self._settings.train.batch)
+            samples_before = partial(consumed_samples_after, self._settings.train)
             self._progress = self._recovery.resume(self._settings.to_yaml(), samples_before)
             first = self._progress.step
             self._records.warn_if_rate_changed(first)
@@ -178,7 +178,7 @@ class Trainer:
         num_steps_left = max(0, train.steps - start.step)
 
         def plan() -> Iterator[tuple[int, int]]:
-            return islice(batch_plan(train.batch, start.consumed_samples), num_steps_left)
+            return islice(batch_plan(train, start.consumed_samples), num_steps_left)
 
         with closing(self._corpus.training.steps(plan())) as steps:
             for (_, batch_size), micro_batches in zip(plan(), steps, strict=True):
@@ -262,7 +262,7 @@ class Trainer:
 
     def _evaluate(self) -> dict[str, float]:
         """Return the loss of each validation corpus, their mean and its perplexity. All ranks call it."""
-        samples_at_once = self._settings.train.batch.samples_at_once(self.state.mesh.num_batch_ranks)
+        samples_at_once = self._settings.train.samples_at_once(self.state.mesh.num_batch_ranks)
         num_samples = math.ceil(self._settings.train.eval_samples / samples_at_once) * samples_at_once
         losses = {}
         for name, loader in self._corpus.validation.items():

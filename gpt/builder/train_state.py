@@ -129,7 +129,7 @@ def build_mesh(settings: Settings, world: World) -> Mesh:
     if settings.checkpoint.weights:
         family_of(settings.model)  # for its ConfigError, as below
     check_replicas(settings.activations, token_layout(settings.parallel, mesh).replicas)
-    check_batch_sizes(settings.train.batch, mesh.num_batch_ranks)
+    check_batch_sizes(settings.train, mesh.num_batch_ranks)
     check_evaluated(settings.train, mesh.num_batch_ranks)
     check_blocks(settings.zero, settings.zero.policy.levels(mesh.data))
     num_kv_heads, seq_length = max(1, settings.model.kv_heads // mesh.tensor.size), settings.model.seq_length

@@ -25,7 +25,7 @@ class RunCost:
         A smaller batch at the start of a run is assumed to take time in proportion. Checkpoints, evaluation and
         failures are not counted.
         """
-        samples = consumed_samples_after(settings.train.batch, settings.train.steps)
+        samples = consumed_samples_after(settings.train, settings.train.steps)
         seconds = samples / settings.train.global_batch_size * step_seconds
         gpu_hours = world_size * seconds / 3600
         price = cluster.dollars_per_gpu_hour

@@ -119,7 +119,7 @@ def with_tokens(settings: Settings, text: str) -> Settings:
         raise ConfigError(f"--tokens={text} is no number of tokens; choose one such as 300B") from error
     samples, train = math.ceil(tokens / settings.model.seq_length), settings.train
     steps = 0
-    while (missing := samples - consumed_samples_after(train.batch, steps)) > 0:
+    while (missing := samples - consumed_samples_after(train, steps)) > 0:
         steps += -(-missing // train.global_batch_size)  # exact but for smaller batches at the start
     return replace(settings, train=replace(train, steps=steps))
 
