@@ -57,11 +57,11 @@ class Trainer:
         )
         train = settings.train
         self._tasks = load_tasks(train.tasks, corpus.tokenizer, settings.model.seq_length, train.task_questions)
-        self._nodes = find_nodes(world)
-        console.show(node_table(self._nodes, state.mesh))
-        places = [f"node {node}, local rank {rank % world.local_size}" for rank, node in enumerate(self._nodes)]
+        nodes = find_nodes(world)
+        console.show(node_table(nodes, state.mesh))
+        places = [f"node {node}, local rank {rank % world.local_size}" for rank, node in enumerate(nodes)]
         self._auditor = Auditor(settings.guard.audit_every, state, corpus.training, places)
-        self._profiler = Profiler(settings.profile, state.mesh, state.device, self._records.folder)
+        self._profiler = Profiler(settings.profile, state.mesh, state.device, self._records.folder, nodes)
         layout = {
             "ranks": world.size,
             "zero_stage": settings.zero.stage,
@@ -148,7 +148,7 @@ class Trainer:
                 self._check_and_save(*saves)
                 if timers := self._profiler.end(self._progress.step):
                     self._console.show(timer_table(timers))
-                    self._console.say("\n".join(straggler_lines(timers, self._nodes)) or "no stragglers")
+                    self._console.say("\n".join(straggler_lines(timers, self._profiler.nodes)) or "no stragglers")
 
     def _due_saves(self) -> tuple[bool, bool]:
         """Return whether a snapshot and a checkpoint are due after this step."""
@@ -161,16 +161,15 @@ class Trainer:
         step, every = self._progress.step, self._settings.guard.check_replicas_every
         if every and step % every == 0:
             compare_replicas(self.state, step)
-        if is_snapshot_due:
-            self._auditor.raise_found()  # a state that is known to be damaged is not saved
-            with self.state.mesh.log.during("checkpoint"):
-                self._recovery.save_snapshot(self._progress)
-            self._throughput.restart()
-        if is_checkpoint_due:
-            self._auditor.raise_found()
-            with self.state.mesh.log.during("checkpoint"):
-                self._recovery.save(self._progress)
-            self._throughput.restart()
+        for is_due, save in (
+            (is_snapshot_due, self._recovery.save_snapshot),
+            (is_checkpoint_due, self._recovery.save),
+        ):
+            if is_due:
+                self._auditor.raise_found()  # a state that is known to be damaged is not saved
+                with self.state.mesh.log.during("checkpoint"):
+                    save(self._progress)
+                self._throughput.restart()
 
     def _batches(self) -> Generator[tuple[int, list[MicroBatch]], None, None]:
         """Yield (global batch size, this rank's micro-batches on its device) of every step that is left."""
