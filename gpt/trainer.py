@@ -3,7 +3,7 @@
 import math
 import statistics
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -211,28 +211,26 @@ class Trainer:
         sent = {name: number - sent_before[name] for name, number in sent_bytes(state.mesh.log).items()}
         self._progress = replace(self._progress, step=step, consumed_samples=sum(samples))
         self._throughput.count(batch_size)
-        record = None
-        is_evaluated = bool(self._corpus.validation) and self._is_due(settings.train.eval_every)
-        can_sample = self._corpus.tokenizer and settings.train.sample_tokens
-        is_sampled = can_sample and self._is_due(settings.train.sample_every)
-        is_judged = bool(self._tasks) and self._is_due(settings.train.task_every)
-        if (
-            is_evaluated
-            or is_sampled
-            or is_judged
-            or self._progress.step == 1
-            or self._is_due(settings.train.log_every)
-        ):
-            record = self._measure(loss, grad_norm, lr) | sent
-            record |= {f"grad_norm/{layer}": norm.item() for layer, norm in norms.items()}
-            if is_evaluated:
-                record |= self._evaluate()
-            if is_judged:
-                record |= self._judge()
-            if is_sampled:
-                record["samples"] = self._sample()
-            self._console.log_step(record, settings.train, self._corpus.tokens_per_sample)
+        trials = self._due_trials()
+        if not trials and step > 1 and not self._is_due(settings.train.log_every):
+            return None
+        record = self._measure(loss, grad_norm, lr) | sent
+        record |= {f"grad_norm/{layer}": norm.item() for layer, norm in norms.items()}
+        for trial in trials:
+            record |= trial()
+            self._throughput.restart()
+        self._console.log_step(record, settings.train, self._corpus.tokens_per_sample)
         return record
+
+    def _due_trials(self) -> list[Callable[[], dict[str, Any]]]:
+        """Return the trials of the model that are due after this step; the results of each belong to the record."""
+        train, corpus = self._settings.train, self._corpus
+        trials = (
+            (bool(corpus.validation), train.eval_every, self._evaluate),
+            (bool(self._tasks), train.task_every, self._judge),
+            (bool(corpus.tokenizer and train.sample_tokens), train.sample_every, self._sample),
+        )
+        return [trial for is_possible, every, trial in trials if is_possible and self._is_due(every)]
 
     def _is_due(self, every: int) -> bool:
         """Return True every `every` steps (0: never) and after the last one."""
@@ -259,7 +257,7 @@ class Trainer:
             record["loss_scale"] = optimizer.loss_scale.scale.item()
         return record
 
-    def _evaluate(self) -> dict[str, float]:
+    def _evaluate(self) -> dict[str, Any]:
         """Return the loss of each validation corpus, their mean and its perplexity. All ranks call it."""
         samples_at_once = self._settings.train.samples_at_once(self.state.mesh.num_batch_ranks)
         num_samples = math.ceil(self._settings.train.eval_samples / samples_at_once) * samples_at_once
@@ -269,19 +267,16 @@ class Trainer:
             on_device = (batch.to(self.state.device, non_blocking=True) for batch in micro_batches)
             losses[name] = evaluate(self.state.model, on_device, self.state.mesh, self.state.leaves)
             self._watch.beat()
-        self._throughput.restart()
         loss = statistics.fmean(losses.values())
         of_corpora = {f"validation_loss/{name}": value for name, value in losses.items() if name}
         return {"validation_loss": loss, "validation_perplexity": float(torch.tensor(loss).exp()), **of_corpora}
 
-    def _judge(self) -> dict[str, float]:
+    def _judge(self) -> dict[str, Any]:
         """Return the metrics of the tasks. All ranks call it."""
         state, batch_size = self.state, self._settings.train.micro_batch_size
-        metrics = judge(state.model, self._tasks, state.mesh, batch_size, self._watch.beat)
-        self._throughput.restart()
-        return metrics
+        return judge(state.model, self._tasks, state.mesh, batch_size, self._watch.beat)
 
-    def _sample(self) -> list[dict[str, str]]:
+    def _sample(self) -> dict[str, Any]:
         """Return texts that the model generates. All ranks call it."""
         settings, corpus, texts = self._settings, self._corpus, []
         assert corpus.tokenizer is not None
@@ -290,5 +285,4 @@ class Trainer:
             for text in sample_texts(self.state.model, corpus.tokenizer, corpus.prompts, num_tokens, seq_length):
                 texts.append(text)
                 self._watch.beat()
-        self._throughput.restart()
-        return texts
+        return {"samples": texts}
