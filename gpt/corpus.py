@@ -84,15 +84,7 @@ class Corpus:
         validation = own | {name: of(prefix, (0, 1, 0)) for name, prefix in validated.items()}
         tokenizer = load_tokenizer(prefixes[0]) if tokenizer_path(prefixes[0]).is_file() else None
 
-        loader = partial(
-            BatchLoader,
-            micro_batch_size=train.micro_batch_size,
-            data_rank=mesh.batch_rank,
-            data_size=mesh.num_batch_ranks,
-            vocab_size=model.vocab_size,
-            pin_memory=world.device.type == "cuda",
-            num_units=num_units,
-        )
+        loader = partial(_loader, model=model, train=train, mesh=mesh, world=world, num_units=num_units)
         return cls(
             training=loader(training),
             validation={name: loader(samples) for name, samples in validation.items()},
@@ -100,6 +92,20 @@ class Corpus:
             prompts=_prompts(train.prompts, tokenizer, next(iter(validation.values()), training)) if tokenizer else [],
             tokens_per_sample=training.tokens_per_sample,
         )
+
+
+def _loader(
+    samples: BlendedSamples, model: ModelConfig, train: TrainSettings, mesh: Mesh, world: World, num_units: int
+) -> BatchLoader:
+    return BatchLoader(
+        samples,
+        micro_batch_size=train.micro_batch_size,
+        data_rank=mesh.batch_rank,
+        data_size=mesh.num_batch_ranks,
+        vocab_size=model.vocab_size,
+        pin_memory=world.device.type == "cuda",
+        num_units=num_units,
+    )
 
 
 def _log_padding(part: str, filled: float) -> None:
