@@ -35,18 +35,9 @@ from gpt.settings.option_names import messages_in_option_names
 from gpt.settings.parser import parse_settings
 from gpt.settings.settings import Settings
 from gpt.trainer import Trainer
-from parallel.errors import ConfigError
-from parallel.store import Decisions, has_failed_elsewhere
+from parallel.store import Decisions
 from parallel.torch_internals import multiplies_in_bf16
-from parallel.world import (
-    World,
-    exit_after_loss,
-    exit_with_error,
-    has_lost_a_rank,
-    rank_from_environment,
-    start_world,
-    stop_world,
-)
+from parallel.world import World, exit_as_rank, rank_from_environment, start_world
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +74,7 @@ def pretrain(settings: Settings, world: World, watching: Watching = nullcontext)
 
 def main(watching: Watching | None = None) -> None:
     """Train as the command line says; what dry runs and checks of streams need runs in the laboratory instead."""
-    try:
+    with exit_as_rank(DataError):
         console = RunConsole(is_quiet=rank_from_environment() > 0)
         settings = parse_settings(sys.argv[1:], show=console.show)
         if settings.dry_run.world_size is not None:
@@ -95,16 +86,6 @@ def main(watching: Watching | None = None) -> None:
         logging.raiseExceptions = False  # a log on a full disk is no reason to print a traceback for each of its lines
         logging.basicConfig(level=logging.INFO if world.is_first else logging.ERROR, format="%(message)s")
         pretrain(settings, world, watching or nullcontext)
-    except (ConfigError, DataError) as error:
-        exit_with_error(error)
-    except RuntimeError as error:
-        # A collective fails if another rank has left; that rank has printed its reason, unless it was killed.
-        if has_lost_a_rank(error):
-            exit_after_loss(error)
-        if has_failed_elsewhere():
-            exit_with_error(error)
-        raise
-    stop_world()
 
 
 if __name__ == "__main__":

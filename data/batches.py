@@ -9,6 +9,7 @@ Ranks may form several units of consecutive ranks: each unit then has consecutiv
 from collections import deque
 from collections.abc import Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import KW_ONLY, dataclass
 from typing import Protocol
 
 import numpy as np
@@ -32,27 +33,18 @@ class Samples(Protocol):
         """Return the file and the document in which a sample starts, for error messages."""
 
 
+@dataclass(frozen=True)
 class BatchLoader:
     """A reader of this rank's part of each step. All ranks together read every sample of a step once."""
 
-    def __init__(
-        self,
-        samples: Samples,
-        *,
-        micro_batch_size: int,
-        data_rank: int,
-        data_size: int,
-        vocab_size: int,
-        pin_memory: bool = False,
-        num_units: int = 1,
-    ) -> None:
-        self._samples = samples
-        self._micro_batch_size = micro_batch_size
-        self._data_rank = data_rank
-        self._data_size = data_size
-        self._vocab_size = vocab_size
-        self._pin_memory = pin_memory
-        self._num_units = num_units
+    samples: Samples
+    _: KW_ONLY
+    micro_batch_size: int
+    data_rank: int
+    data_size: int
+    vocab_size: int
+    pin_memory: bool = False
+    num_units: int = 1
 
     def steps(self, plan: Iterable[tuple[int, int]]) -> Generator[list[MicroBatch], None, None]:
         """Yield a list of micro-batches for each step (first_sample, global_batch_size) of `plan`.
@@ -79,27 +71,27 @@ class BatchLoader:
         return self._read_micro_batch(self._first_samples(data_rank, first_sample, global_batch_size)[micro_batch])
 
     def _read_step(self, first_sample: int, global_batch_size: int) -> list[MicroBatch]:
-        first_samples = self._first_samples(self._data_rank, first_sample, global_batch_size)
+        first_samples = self._first_samples(self.data_rank, first_sample, global_batch_size)
         return [self._read_micro_batch(sample) for sample in first_samples]
 
     def _first_samples(self, data_rank: int, first_sample: int, global_batch_size: int) -> range:
         """Return the number of the first sample of each micro-batch of a rank."""
-        samples_per_micro_batch = self._micro_batch_size * self._data_size
+        samples_per_micro_batch = self.micro_batch_size * self.data_size
         if global_batch_size % samples_per_micro_batch:
             raise DataError(
                 f"train.global_batch_size={global_batch_size} is not divisible by train.micro_batch_size x data size = "
-                f"{self._micro_batch_size} x {self._data_size}; choose a multiple of {samples_per_micro_batch}"
+                f"{self.micro_batch_size} x {self.data_size}; choose a multiple of {samples_per_micro_batch}"
             )
-        of_unit = global_batch_size // self._num_units
-        unit, rank = divmod(data_rank, self._data_size // self._num_units)
-        first_of_rank = first_sample + unit * of_unit + rank * self._micro_batch_size
-        return range(first_of_rank, first_of_rank + of_unit, samples_per_micro_batch // self._num_units)
+        of_unit = global_batch_size // self.num_units
+        unit, rank = divmod(data_rank, self.data_size // self.num_units)
+        first_of_rank = first_sample + unit * of_unit + rank * self.micro_batch_size
+        return range(first_of_rank, first_of_rank + of_unit, samples_per_micro_batch // self.num_units)
 
     def _read_micro_batch(self, first_sample: int) -> MicroBatch:
-        tokens = np.stack([self._samples[first_sample + row] for row in range(self._micro_batch_size)])
+        tokens = np.stack([self.samples[first_sample + row] for row in range(self.micro_batch_size)])
         self._check_vocabulary(tokens, first_sample)
         batch = torch.from_numpy(tokens) if tokens.ndim == 2 else DocumentBatch.of(tokens)
-        return batch.pin_memory() if self._pin_memory else batch
+        return batch.pin_memory() if self.pin_memory else batch
 
     def _check_vocabulary(self, tokens: np.ndarray, first_sample: int) -> None:
         """Raise DataError if a token has no row in the embedding.
@@ -109,11 +101,11 @@ class BatchLoader:
         if tokens.ndim == 3:
             tokens = tokens[:, :2]  # the others are positions
             tokens = np.where(tokens == NOT_COUNTED, 0, tokens)
-        if tokens.min() >= 0 and tokens.max() < self._vocab_size:
+        if tokens.min() >= 0 and tokens.max() < self.vocab_size:
             return
-        place = tuple(np.argwhere((tokens < 0) | (tokens >= self._vocab_size))[0])
+        place = tuple(np.argwhere((tokens < 0) | (tokens >= self.vocab_size))[0])
         sample = first_sample + int(place[0])
         raise DataError(
-            f"token id {tokens[place]} in sample {sample} ({self._samples.place(sample)}) is outside "
-            f"model.vocab_size={self._vocab_size}; raise it to the tokenizer's size or prepare the data with another"
+            f"token id {tokens[place]} in sample {sample} ({self.samples.place(sample)}) is outside "
+            f"model.vocab_size={self.vocab_size}; raise it to the tokenizer's size or prepare the data with another"
         )

@@ -78,7 +78,7 @@ class Corpus:
                 mesh.barrier()
             return samples
 
-        training = samples_of("train", consumed_samples_after(train.batch, train.steps))
+        training = samples_of("train", consumed_samples_after(train, train.steps))
         of = partial(samples_of, "validation", num_evaluated)
         own = {"": of()} if num_evaluated and not validated else {}
         validation = own | {name: of(prefix, (0, 1, 0)) for name, prefix in validated.items()}

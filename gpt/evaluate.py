@@ -40,7 +40,7 @@ from gpt.settings.parser import parse_settings
 from gpt.settings.settings import Settings
 from gpt.tasks import Request, judge, load_tasks, perplexity_of, score
 from parallel.errors import ConfigError
-from parallel.world import World, exit_with_error, start_world, stop_world
+from parallel.world import World, exit_as_rank, start_world
 
 # These undo WikiText's own tokenization, as GPT-2's authors and Megatron-LM do before they evaluate.
 WIKITEXT_SPACES = (
@@ -208,13 +208,6 @@ def evaluate_model(arguments: list[str]) -> Score | dict[str, float]:
     return found
 
 
-def main() -> None:
-    try:
-        evaluate_model(sys.argv[1:])
-    except (ConfigError, DataError) as error:
-        exit_with_error(error)
-    stop_world()
-
-
 if __name__ == "__main__":
-    main()
+    with exit_as_rank(DataError):
+        evaluate_model(sys.argv[1:])

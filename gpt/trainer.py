@@ -3,7 +3,7 @@
 import math
 import statistics
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -57,11 +57,11 @@ class Trainer:
         )
         train = settings.train
         self._tasks = load_tasks(train.tasks, corpus.tokenizer, settings.model.seq_length, train.task_questions)
-        self._nodes = find_nodes(world)
-        console.show(node_table(self._nodes, state.mesh))
-        places = [f"node {node}, local rank {rank % world.local_size}" for rank, node in enumerate(self._nodes)]
+        nodes = find_nodes(world)
+        console.show(node_table(nodes, state.mesh))
+        places = [f"node {node}, local rank {rank % world.local_size}" for rank, node in enumerate(nodes)]
         self._auditor = Auditor(settings.guard.audit_every, state, corpus.training, places)
-        self._profiler = Profiler(settings.profile, state.mesh, state.device, self._records.folder)
+        self._profiler = Profiler(settings.profile, state.mesh, state.device, self._records.folder, nodes)
         layout = {
             "ranks": world.size,
             "zero_stage": settings.zero.stage,
@@ -85,7 +85,7 @@ class Trainer:
         """Resume, run every step that is left, and report. Raises ConfigError for errors that the user can correct."""
         try:
             # First, because it removes later steps from metrics.jsonl, from which sinks get the history.
-            samples_before = partial(consumed_samples_after, self._settings.train.batch)
+            samples_before = partial(consumed_samples_after, self._settings.train)
             self._progress = self._recovery.resume(self._settings.to_yaml(), samples_before)
             first = self._progress.step
             self._records.warn_if_rate_changed(first)
@@ -148,7 +148,7 @@ class Trainer:
                 self._check_and_save(*saves)
                 if timers := self._profiler.end(self._progress.step):
                     self._console.show(timer_table(timers))
-                    self._console.say("\n".join(straggler_lines(timers, self._nodes)) or "no stragglers")
+                    self._console.say("\n".join(straggler_lines(timers, self._profiler.nodes)) or "no stragglers")
 
     def _due_saves(self) -> tuple[bool, bool]:
         """Return whether a snapshot and a checkpoint are due after this step."""
@@ -161,16 +161,15 @@ class Trainer:
         step, every = self._progress.step, self._settings.guard.check_replicas_every
         if every and step % every == 0:
             compare_replicas(self.state, step)
-        if is_snapshot_due:
-            self._auditor.raise_found()  # a state that is known to be damaged is not saved
-            with self.state.mesh.log.during("checkpoint"):
-                self._recovery.save_snapshot(self._progress)
-            self._throughput.restart()
-        if is_checkpoint_due:
-            self._auditor.raise_found()
-            with self.state.mesh.log.during("checkpoint"):
-                self._recovery.save(self._progress)
-            self._throughput.restart()
+        for is_due, save in (
+            (is_snapshot_due, self._recovery.save_snapshot),
+            (is_checkpoint_due, self._recovery.save),
+        ):
+            if is_due:
+                self._auditor.raise_found()  # a state that is known to be damaged is not saved
+                with self.state.mesh.log.during("checkpoint"):
+                    save(self._progress)
+                self._throughput.restart()
 
     def _batches(self) -> Generator[tuple[int, list[MicroBatch]], None, None]:
         """Yield (global batch size, this rank's micro-batches on its device) of every step that is left."""
@@ -178,7 +177,7 @@ class Trainer:
         num_steps_left = max(0, train.steps - start.step)
 
         def plan() -> Iterator[tuple[int, int]]:
-            return islice(batch_plan(train.batch, start.consumed_samples), num_steps_left)
+            return islice(batch_plan(train, start.consumed_samples), num_steps_left)
 
         with closing(self._corpus.training.steps(plan())) as steps:
             for (_, batch_size), micro_batches in zip(plan(), steps, strict=True):
@@ -212,28 +211,26 @@ class Trainer:
         sent = {name: number - sent_before[name] for name, number in sent_bytes(state.mesh.log).items()}
         self._progress = replace(self._progress, step=step, consumed_samples=sum(samples))
         self._throughput.count(batch_size)
-        record = None
-        is_evaluated = bool(self._corpus.validation) and self._is_due(settings.train.eval_every)
-        can_sample = self._corpus.tokenizer and settings.train.sample_tokens
-        is_sampled = can_sample and self._is_due(settings.train.sample_every)
-        is_judged = bool(self._tasks) and self._is_due(settings.train.task_every)
-        if (
-            is_evaluated
-            or is_sampled
-            or is_judged
-            or self._progress.step == 1
-            or self._is_due(settings.train.log_every)
-        ):
-            record = self._measure(loss, grad_norm, lr) | sent
-            record |= {f"grad_norm/{layer}": norm.item() for layer, norm in norms.items()}
-            if is_evaluated:
-                record |= self._evaluate()
-            if is_judged:
-                record |= self._judge()
-            if is_sampled:
-                record["samples"] = self._sample()
-            self._console.log_step(record, settings.train, self._corpus.tokens_per_sample)
+        trials = self._due_trials()
+        if not trials and step > 1 and not self._is_due(settings.train.log_every):
+            return None
+        record = self._measure(loss, grad_norm, lr) | sent
+        record |= {f"grad_norm/{layer}": norm.item() for layer, norm in norms.items()}
+        for trial in trials:
+            record |= trial()
+            self._throughput.restart()
+        self._console.log_step(record, settings.train, self._corpus.tokens_per_sample)
         return record
+
+    def _due_trials(self) -> list[Callable[[], dict[str, Any]]]:
+        """Return the trials of the model that are due after this step; the results of each belong to the record."""
+        train, corpus = self._settings.train, self._corpus
+        trials = (
+            (bool(corpus.validation), train.eval_every, self._evaluate),
+            (bool(self._tasks), train.task_every, self._judge),
+            (bool(corpus.tokenizer and train.sample_tokens), train.sample_every, self._sample),
+        )
+        return [trial for is_possible, every, trial in trials if is_possible and self._is_due(every)]
 
     def _is_due(self, every: int) -> bool:
         """Return True every `every` steps (0: never) and after the last one."""
@@ -260,9 +257,9 @@ class Trainer:
             record["loss_scale"] = optimizer.loss_scale.scale.item()
         return record
 
-    def _evaluate(self) -> dict[str, float]:
+    def _evaluate(self) -> dict[str, Any]:
         """Return the loss of each validation corpus, their mean and its perplexity. All ranks call it."""
-        samples_at_once = self._settings.train.batch.samples_at_once(self.state.mesh.num_batch_ranks)
+        samples_at_once = self._settings.train.samples_at_once(self.state.mesh.num_batch_ranks)
         num_samples = math.ceil(self._settings.train.eval_samples / samples_at_once) * samples_at_once
         losses = {}
         for name, loader in self._corpus.validation.items():
@@ -270,19 +267,16 @@ class Trainer:
             on_device = (batch.to(self.state.device, non_blocking=True) for batch in micro_batches)
             losses[name] = evaluate(self.state.model, on_device, self.state.mesh, self.state.leaves)
             self._watch.beat()
-        self._throughput.restart()
         loss = statistics.fmean(losses.values())
         of_corpora = {f"validation_loss/{name}": value for name, value in losses.items() if name}
         return {"validation_loss": loss, "validation_perplexity": float(torch.tensor(loss).exp()), **of_corpora}
 
-    def _judge(self) -> dict[str, float]:
+    def _judge(self) -> dict[str, Any]:
         """Return the metrics of the tasks. All ranks call it."""
         state, batch_size = self.state, self._settings.train.micro_batch_size
-        metrics = judge(state.model, self._tasks, state.mesh, batch_size, self._watch.beat)
-        self._throughput.restart()
-        return metrics
+        return judge(state.model, self._tasks, state.mesh, batch_size, self._watch.beat)
 
-    def _sample(self) -> list[dict[str, str]]:
+    def _sample(self) -> dict[str, Any]:
         """Return texts that the model generates. All ranks call it."""
         settings, corpus, texts = self._settings, self._corpus, []
         assert corpus.tokenizer is not None
@@ -291,5 +285,4 @@ class Trainer:
             for text in sample_texts(self.state.model, corpus.tokenizer, corpus.prompts, num_tokens, seq_length):
                 texts.append(text)
                 self._watch.beat()
-        self._throughput.restart()
-        return texts
+        return {"samples": texts}

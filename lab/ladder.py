@@ -51,7 +51,7 @@ class Rung:
     @property
     def samples(self) -> int:
         train = self.run.settings.train
-        return consumed_samples_after(train.batch, train.steps)
+        return consumed_samples_after(train, train.steps)
 
     @property
     def flops(self) -> float:

@@ -28,7 +28,7 @@ def check_type(name: str, value: object, expected: type, remedy: str) -> None:
 def exit_on_config_error(*others: type[Exception]) -> Iterator[None]:
     """Print the message of a ConfigError, or of one of `others`, and exit with code 2.
 
-    For commands of one process; a rank of a job calls `exit_with_error`.
+    For commands of one process; a rank of a job uses `exit_as_rank`.
     """
     user_errors: tuple[type[Exception], ...] = (ConfigError, *others)
     try:

@@ -23,7 +23,7 @@ from parallel import watchdog
 from parallel.errors import ConfigError, NodeError
 from parallel.pairwise import complete_all
 from parallel.process_defaults import num_gpus_of_node, set_variables, share_cores
-from parallel.store import FAILURE_KEY, num_failures
+from parallel.store import FAILURE_KEY, has_failed_elsewhere, num_failures
 from parallel.torch_internals import FakeStore, default_store, take_default_timeout
 
 LEFT_KEY = "ranks_that_leave"  # in the default store: the number of ranks that have called `stop_world`
@@ -255,6 +255,27 @@ def _gloo_sleeps() -> bool:
     return True
 
 
+@contextmanager
+def exit_as_rank(*others: type[Exception]) -> Iterator[None]:
+    """Leave the process groups after this block. An error in it ends this rank with the exit code that tells why.
+
+    A ConfigError, or one of `others`, is one that the user can correct. A collective fails if another rank has left;
+    that one has printed its reason, unless it was lost. Commands of one process use `exit_on_config_error`.
+    """
+    user_errors: tuple[type[Exception], ...] = (ConfigError, *others)
+    try:
+        yield
+    except user_errors as error:
+        exit_with_error(error)
+    except RuntimeError as error:
+        if _has_lost_a_rank(error):
+            _exit_after_loss(error)
+        if has_failed_elsewhere():
+            exit_with_error(error)
+        raise
+    stop_world()
+
+
 def exit_with_error(error: Exception) -> NoReturn:
     """End this rank with exit code 2. Only the first rank that fails prints its error, in one line.
 
@@ -266,13 +287,13 @@ def exit_with_error(error: Exception) -> NoReturn:
     _print_and_exit(str(error), is_first, FAILURE_KEY, EXIT_USER_ERROR)
 
 
-def has_lost_a_rank(error: Exception) -> bool:
+def _has_lost_a_rank(error: Exception) -> bool:
     """Return True if `error` is due to another rank, or its node, that has ended without printing why."""
     num_failed = num_failures()
     return num_failed is None or (num_failed == 0 and any(part in str(error) for part in LOST_CONNECTION))
 
 
-def exit_after_loss(error: Exception) -> NoReturn:
+def _exit_after_loss(error: Exception) -> NoReturn:
     """End this rank because another one was lost, with the exit code of the watchdog, which ends ranks that wait.
 
     Only the first rank that notices prints a line. It ends after a pause: on the node of the lost rank, the launcher

@@ -137,7 +137,7 @@ def check_mesh(settings: Settings, mesh: Mesh) -> None:
     """Raise ConfigError if the model or the batch cannot be divided over a mesh, whose axes need no groups."""
     check_divides(settings.model, mesh.tensor)
     check_replicas(settings.activations, token_layout(settings.parallel, mesh).replicas)
-    check_batch_sizes(settings.train.batch, mesh.num_batch_ranks)
+    check_batch_sizes(settings.train, mesh.num_batch_ranks)
     check_evaluated(settings.train, mesh.num_batch_ranks)
     check_blocks(settings.zero, settings.zero.policy.levels(mesh.data))
     num_kv_heads, seq_length = max(1, settings.model.kv_heads // mesh.tensor.size), settings.model.seq_length

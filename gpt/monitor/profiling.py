@@ -46,11 +46,14 @@ FOLDER = "profile"
 class Profiler:
     """The profiler of the steps that the settings select.
 
-    All ranks call `begin` before every step, before its batch is read, and `end` after it.
+    All ranks call `begin` before every step, before its batch is read, and `end` after it. `nodes` has the name of
+    every rank's node, for `straggler_lines`.
     """
 
-    def __init__(self, settings: ProfileSettings, mesh: Mesh, device: torch.device, run_dir: Path):
-        self._settings, self._mesh, self._device = settings, mesh, device
+    def __init__(
+        self, settings: ProfileSettings, mesh: Mesh, device: torch.device, run_dir: Path, nodes: Sequence[str]
+    ):
+        self._settings, self._mesh, self._device, self.nodes = settings, mesh, device, nodes
         self._folder = run_dir / FOLDER
         self._phases: list[tuple[str, Any, Any]] = []
         self._trace: profile | None = None

@@ -13,12 +13,9 @@ import math
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
+from gpt.settings.training import NumSteps, TrainSettings
 from parallel.errors import ConfigError
 from parallel.fields import Range, checked
-
-# So that the samples of a run, steps x batch size, are less than 2**63.
-NumSteps = Annotated[int, Range(1, 10**12)]
-BatchSize = Annotated[int, Range(1, 2**20)]
 
 
 @checked
@@ -89,94 +86,53 @@ def _decay_span(config: ScheduleConfig, num_steps: int) -> tuple[int, int]:
     return latest_start if config.decay == "wsd" else config.warmup_steps, end
 
 
-@checked
-class RampUpConfig:
-    """A batch that grows by `increment` at equal intervals over the first `samples` samples, as in Megatron-LM."""
-
-    start: BatchSize
-    """Sequences in the first batch."""
-    increment: BatchSize
-    """Sequences by which the batch grows each time."""
-    samples: Annotated[int, Range(1, 10**18)]
-    """Samples after which the batch has reached global_batch_size."""
-
-
-@checked
-class BatchConfig:
-    """The number of sequences in a step, and in each micro-batch of it."""
-
-    micro_batch_size: BatchSize
-    """Sequences in one forward and backward pass of one rank."""
-    global_batch_size: BatchSize
-    """Sequences in one optimizer step, over all ranks."""
-    ramp_up: RampUpConfig | None = None
-    """Start with a smaller batch and grow to global_batch_size; null: use global_batch_size from the first step on."""
-
-    def __post_init__(self) -> None:
-        if self.ramp_up:
-            self._check_ramp_up(self.ramp_up)
-
-    def samples_at_once(self, num_ranks: int) -> int:
-        """Return the number of sequences in one micro-batch of each of `num_ranks` ranks that read other samples."""
-        return self.micro_batch_size * num_ranks
-
-    def _check_ramp_up(self, ramp_up: RampUpConfig) -> None:
-        growth = self.global_batch_size - ramp_up.start
-        if growth < 0 or growth % ramp_up.increment:
-            raise ConfigError(
-                f"train.global_batch_size={self.global_batch_size} is not train.ramp_up.start={ramp_up.start} "
-                f"plus a multiple of train.ramp_up.increment={ramp_up.increment}; choose an increment that divides "
-                "their difference"
-            )
-
-
-def check_batch_sizes(config: BatchConfig, data_size: int) -> None:
+def check_batch_sizes(train: TrainSettings, data_size: int) -> None:
     """Raise ConfigError unless every batch of the run divides into micro-batches over `data_size` ranks."""
-    divisor = config.samples_at_once(data_size)
-    named_sizes = {"global_batch_size": config.global_batch_size}
-    if config.ramp_up and config.ramp_up.start < config.global_batch_size:
-        named_sizes |= {"ramp_up.start": config.ramp_up.start, "ramp_up.increment": config.ramp_up.increment}
+    divisor = train.samples_at_once(data_size)
+    named_sizes = {"global_batch_size": train.global_batch_size}
+    if train.ramp_up and train.ramp_up.start < train.global_batch_size:
+        named_sizes |= {"ramp_up.start": train.ramp_up.start, "ramp_up.increment": train.ramp_up.increment}
     for name, size in named_sizes.items():
         if size % divisor:
             raise ConfigError(
-                f"train.{name}={size} is not divisible by train.micro_batch_size={config.micro_batch_size} x "
+                f"train.{name}={size} is not divisible by train.micro_batch_size={train.micro_batch_size} x "
                 f"{data_size} data-parallel ranks = {divisor}; choose {math.ceil(size / divisor) * divisor}"
             )
 
 
-def global_batch_size(config: BatchConfig, consumed_samples: int) -> int:
+def global_batch_size(train: TrainSettings, consumed_samples: int) -> int:
     """Return the number of sequences in the batch that begins at sample `consumed_samples`."""
-    ramp_up = config.ramp_up
+    ramp_up = train.ramp_up
     if ramp_up is None or consumed_samples >= ramp_up.samples:
-        return config.global_batch_size
-    num_increments = (config.global_batch_size - ramp_up.start) // ramp_up.increment
+        return train.global_batch_size
+    num_increments = (train.global_batch_size - ramp_up.start) // ramp_up.increment
     return ramp_up.start + consumed_samples * num_increments // ramp_up.samples * ramp_up.increment
 
 
-def batch_plan(config: BatchConfig, consumed_samples: int = 0) -> Iterator[tuple[int, int]]:
+def batch_plan(train: TrainSettings, consumed_samples: int = 0) -> Iterator[tuple[int, int]]:
     """Yield (first sample, global batch size) of every step from `consumed_samples` on, without end."""
     while True:
-        size = global_batch_size(config, consumed_samples)
+        size = global_batch_size(train, consumed_samples)
         yield consumed_samples, size
         consumed_samples += size
 
 
-def consumed_samples_after(config: BatchConfig, num_steps: int) -> int:
+def consumed_samples_after(train: TrainSettings, num_steps: int) -> int:
     """Return the number of samples in the first `num_steps` steps of a run, in as many operations as batch sizes."""
     consumed = num_done = 0
     while num_done < num_steps:
-        size, next_size_from = global_batch_size(config, consumed), _end_of_size(config, consumed)
+        size, next_size_from = global_batch_size(train, consumed), _end_of_size(train, consumed)
         left = num_steps - num_done
         num_equal = left if next_size_from is None else min(left, -(-(next_size_from - consumed) // size))
         num_done, consumed = num_done + num_equal, consumed + num_equal * size
     return consumed
 
 
-def _end_of_size(config: BatchConfig, consumed_samples: int) -> int | None:
+def _end_of_size(train: TrainSettings, consumed_samples: int) -> int | None:
     """Return the smallest sample at which the batch is larger than at `consumed_samples`; None if there is none."""
-    ramp_up = config.ramp_up
-    if ramp_up is None or consumed_samples >= ramp_up.samples or ramp_up.start == config.global_batch_size:
+    ramp_up = train.ramp_up
+    if ramp_up is None or consumed_samples >= ramp_up.samples or ramp_up.start == train.global_batch_size:
         return None
-    num_increments = (config.global_batch_size - ramp_up.start) // ramp_up.increment
+    num_increments = (train.global_batch_size - ramp_up.start) // ramp_up.increment
     num_made = consumed_samples * num_increments // ramp_up.samples
     return -(-(num_made + 1) * ramp_up.samples // num_increments)

@@ -5,7 +5,7 @@ docstrings the text of `pretrain_gpt.py --help` is made.
 """
 
 import math
-from dataclasses import field, replace
+from dataclasses import asdict, field, replace
 from typing import Any
 
 from gpt.settings.data import DataSettings
@@ -138,11 +138,4 @@ class Settings:
 
     def to_yaml(self) -> str:
         """Return the settings as YAML, which `--config` reads back as the same settings."""
-        return to_yaml(_plain(self))
-
-
-def _plain(value: Any) -> Any:
-    """Return the value with dataclasses replaced by dictionaries and tuples by lists, which YAML can express."""
-    if hasattr(value, "__dataclass_fields__"):
-        return {name: _plain(getattr(value, name)) for name in value.__dataclass_fields__}
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+        return to_yaml(asdict(self))  # in which tuples are written as lists

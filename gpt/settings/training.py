@@ -7,12 +7,14 @@ from typing import Annotated, Literal
 import torch
 
 from gpt.settings.data import check_names
-from gpt.settings.schedule import BatchConfig, BatchSize, NumSteps, RampUpConfig
 from parallel.errors import ConfigError
 from parallel.fields import FilePath, NonNegative, Positive, Range, Ranks, checked
 from zero.fp8.scaling import RecipeName
 from zero.partition.config import DTYPES, DtypeName
 
+# So that the samples of a run, steps x batch size, are less than 2**63.
+NumSteps = Annotated[int, Range(1, 10**12)]
+BatchSize = Annotated[int, Range(1, 2**20)]
 LossScale = Annotated[float, Range(2.0**-32, 2.0**64)]
 
 
@@ -79,6 +81,18 @@ class Fp8Settings:
     def takes(self, name: str, num_blocks: int) -> bool:
         """Return whether a part of a GPT of so many blocks, such as "blocks.0.mlp.up", is in one that uses FP8."""
         return name.startswith("blocks.") and self.keep_first <= int(name.split(".")[1]) < num_blocks - self.keep_last
+
+
+@checked
+class RampUpConfig:
+    """A batch that grows by `increment` at equal intervals over the first `samples` samples, as in Megatron-LM."""
+
+    start: BatchSize
+    """Sequences in the first batch."""
+    increment: BatchSize
+    """Sequences by which the batch grows each time."""
+    samples: Annotated[int, Range(1, 10**18)]
+    """Samples after which the batch has reached global_batch_size."""
 
 
 @checked
@@ -156,15 +170,30 @@ class TrainSettings:
             raise ConfigError(
                 "train.matmul=fp8 does not work with train.precision=fp16; choose bf16, or fp32 for tests"
             )
+        if self.ramp_up:
+            self._check_ramp_up(self.ramp_up)
+
+    def _check_ramp_up(self, ramp_up: RampUpConfig) -> None:
+        growth = self.global_batch_size - ramp_up.start
+        if growth < 0 or growth % ramp_up.increment:
+            raise ConfigError(
+                f"train.global_batch_size={self.global_batch_size} is not train.ramp_up.start={ramp_up.start} "
+                f"plus a multiple of train.ramp_up.increment={ramp_up.increment}; choose an increment that divides "
+                "their difference"
+            )
 
     @property
     def is_same_on_any_layout(self) -> bool:
         """True if the number of ranks must change no bit."""
         return self.reproducible == "layout"
 
+    def samples_at_once(self, num_ranks: int) -> int:
+        """Return the number of sequences in one micro-batch of each of `num_ranks` ranks that read other samples."""
+        return self.micro_batch_size * num_ranks
+
     def num_micro_batches(self, data_size: int) -> int:
         """Return the number of micro-batches of a rank in a step at full batch size."""
-        return self.global_batch_size // self.batch.samples_at_once(data_size)
+        return self.global_batch_size // self.samples_at_once(data_size)
 
     @property
     def smallest_batch(self) -> int:
@@ -181,15 +210,10 @@ class TrainSettings:
         """The data type of `precision`."""
         return DTYPES[self.precision]
 
-    @property
-    def batch(self) -> BatchConfig:
-        """The sizes of the batches."""
-        return BatchConfig(self.micro_batch_size, self.global_batch_size, self.ramp_up)
-
 
 def check_evaluated(train: TrainSettings, num_ranks: int) -> None:
     """Raise ConfigError if the number of ranks would change which samples are evaluated, and must not."""
-    at_once = train.batch.samples_at_once(num_ranks)
+    at_once = train.samples_at_once(num_ranks)
     if train.is_same_on_any_layout and train.eval_samples % at_once:
         raise ConfigError(
             f"train.eval_samples={train.eval_samples} would be rounded up to whole micro-batches of {num_ranks} "

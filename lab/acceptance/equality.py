@@ -32,7 +32,7 @@ from lab.acceptance.delays import Delays
 from parallel.comm_log import CommLog
 from parallel.errors import ConfigError
 from parallel.mesh import Axis, Mesh
-from parallel.world import World, exit_with_error, start_world, stop_world
+from parallel.world import World, exit_as_rank, start_world
 
 NUM_STEPS, NUM_MICRO_BATCHES, SEQUENCES_AT_ONCE = 3, 2, 8  # the last over all data-parallel ranks
 TOLERANCE = 2e-5
@@ -131,12 +131,9 @@ def main() -> None:
             with options.output.open("a") as file:
                 file.write(json.dumps(vars(comparison)) + "\n")
 
-    try:
+    with exit_as_rank():
         delays = None if options.without_delays else Delays(world)
         compare(world, delays, cases_for(world.size)[: options.cases], report)
-    except ConfigError as error:
-        exit_with_error(error)
-    stop_world()
 
 
 if __name__ == "__main__":

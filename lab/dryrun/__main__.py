@@ -10,16 +10,13 @@ from data.errors import DataError
 from gpt.monitor.console import RunConsole
 from gpt.settings.parser import parse_settings
 from lab.dryrun.report import run_and_report
-from parallel.errors import ConfigError
-from parallel.world import exit_with_error, rank_from_environment
+from parallel.world import exit_as_rank, rank_from_environment
 
 
 def main(words: list[str]) -> None:
     console = RunConsole(is_quiet=rank_from_environment() > 0)
-    try:
+    with exit_as_rank(DataError):
         run_and_report(parse_settings(words, show=console.show), console)
-    except (ConfigError, DataError) as error:
-        exit_with_error(error)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ class RunCost:
         A smaller batch at the start of a run is assumed to take time in proportion. Checkpoints, evaluation and
         failures are not counted.
         """
-        samples = consumed_samples_after(settings.train.batch, settings.train.steps)
+        samples = consumed_samples_after(settings.train, settings.train.steps)
         seconds = samples / settings.train.global_batch_size * step_seconds
         gpu_hours = world_size * seconds / 3600
         price = cluster.dollars_per_gpu_hour
@@ -44,6 +44,6 @@ def steps_for(tokens: float, settings: Settings) -> int:
         raise ConfigError(f"{tokens:g} tokens are no length of a run; choose a number above 0")
     samples, train = math.ceil(tokens / settings.model.seq_length), settings.train
     steps = 0
-    while (missing := samples - consumed_samples_after(train.batch, steps)) > 0:
+    while (missing := samples - consumed_samples_after(train, steps)) > 0:
         steps += -(-missing // train.global_batch_size)  # exact but for smaller batches at the start
     return steps

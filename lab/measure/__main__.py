@@ -18,11 +18,10 @@ from lab.measure.cluster import ClusterSpec
 from lab.measure.device_kernels import DeviceKernels
 from lab.measure.health import describe_link, slow_devices, slow_links
 from lab.measure.measured_cluster import ACROSS, INSIDE, Measured, cluster_of, reserved_bytes, write_cluster
-from parallel.errors import ConfigError
 from parallel.launch.node_facts import Job
 from parallel.launch.preflight import check_ranks, split_words
 from parallel.mesh import Mesh
-from parallel.world import World, exit_with_error, start_world, stop_world
+from parallel.world import World, exit_as_rank, start_world
 
 
 def check_and_measure(options: argparse.Namespace, arguments: Sequence[str]) -> None:
@@ -37,8 +36,6 @@ def check_and_measure(options: argparse.Namespace, arguments: Sequence[str]) -> 
             spec = cluster_of(by_rank, world, options.name)
             write_cluster(spec, Path(options.write), sorted({measured.rates.node for measured in by_rank}))
             sys.stdout.write(f"{options.write} has these rates, for --dry_run.cluster and the planner\n")
-    # The store may end with the first rank's process, which has gathered the rates of all ranks before it ends.
-    stop_world()
 
 
 def measure(world: World, tensor_size: int | None) -> Measured:
@@ -112,7 +109,6 @@ def main(words: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
+    # The store may end with the first rank's process, which has gathered the rates of all ranks before it ends.
+    with exit_as_rank():
         main(sys.argv[1:])
-    except ConfigError as error:
-        exit_with_error(error)

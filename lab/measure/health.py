@@ -23,7 +23,7 @@ from lab.measure.bandwidth import BYTES_PER_GB, LinkRate, Rates
 from parallel.errors import ConfigError
 from parallel.mesh import Mesh
 from parallel.store import shared_store
-from parallel.world import StartOptions, World, exit_with_error, start_world, stop_world
+from parallel.world import StartOptions, World, exit_as_rank, start_world
 
 SECONDS_OF_PRODUCTS = {"cpu": 1.0, "cuda": 20.0}  # a device that is hot is slower, and makes more errors
 LEFT = "nodes left: "  # before their names, for launchers: other libraries print too
@@ -174,13 +174,10 @@ def check(names: Sequence[str]) -> None:
         sys.stderr.write("".join(lines) or "health: all are well\n")
     if world.local_rank == 0 and names and gethostname() not in {node for node, _ in faults}:
         sys.stdout.write(f"{LEFT}{','.join(left)}\n")
-    stop_world()
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m lab.measure.health", description=__doc__)
     parser.add_argument("--nodes", default="", help="names of all nodes, separated by commas")
-    try:
+    with exit_as_rank():
         check([name for name in parser.parse_args().nodes.split(",") if name])
-    except ConfigError as error:
-        exit_with_error(error)

@@ -8,26 +8,26 @@ from itertools import pairwise
 from rich.table import Table
 
 from parallel.mesh import Mesh
-from parallel.store import shared_store
+from parallel.store import Decisions
 from parallel.world import World
 
 MAX_ROWS = 16
 
 
 def find_nodes(world: World) -> tuple[str, ...]:
-    """Return the name of every rank's node on rank 0; other ranks know only their own, and have "?" for the rest.
+    """Return the name of every rank's node. All ranks must call this.
 
-    If several nodes have the same name, the number of their first rank is appended to it. All ranks must call this.
+    If several nodes have the same name, the number of their first rank is appended to it.
     """
-    store, first_rank = shared_store(), world.rank - world.local_rank
-    store.set(f"node/{world.rank}", f"{socket.gethostname()} {first_rank}")
-    ranks = range(world.size) if world.is_first else [world.rank]
-    found = {rank: tuple(store.get(f"node/{rank}").decode().split()) for rank in ranks}
-    first_ranks: defaultdict[str, set[str]] = defaultdict(set)
-    for name, first in found.values():
+    own = socket.gethostname(), world.rank - world.local_rank
+    return tuple(Decisions(world.rank, world.size).decide(own, _told_apart))
+
+
+def _told_apart(found: list[tuple[str, int]]) -> list[str]:
+    first_ranks: defaultdict[str, set[int]] = defaultdict(set)
+    for name, first in found:
         first_ranks[name].add(first)
-    names = {rank: name if len(first_ranks[name]) == 1 else f"{name}#{first}" for rank, (name, first) in found.items()}
-    return tuple(names.get(rank, "?") for rank in range(world.size))
+    return [name if len(first_ranks[name]) == 1 else f"{name}#{first}" for name, first in found]
 
 
 def links_of(nodes: Sequence[str], axis: str, mesh: Mesh) -> Counter[tuple[str, str]]:

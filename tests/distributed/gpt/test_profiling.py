@@ -15,7 +15,7 @@ from tests.ranks import run_ranks
 
 def has_received_when_the_trace_ends(folder: Path, numel: int) -> bool:
     mesh, store = Mesh.create(tensor_size=1), shared_store()
-    profiler = Profiler(ProfileSettings(steps=(1, 1)), mesh, torch.device("cpu"), folder)
+    profiler = Profiler(ProfileSettings(steps=(1, 1)), mesh, torch.device("cpu"), folder, ["n1"] * mesh.size)
     sent, out, found = torch.ones(numel), torch.zeros(2 * numel), []
     stop = profile.stop
 

@@ -115,9 +115,7 @@ def train(options: tuple[str, ...], num_steps: int, source: Path | None = None, 
     figures, layers = [], {}
     assert state.leaves is not None
     progress = Progress() if source is None else load(source, state)
-    plan = list(
-        itertools.islice(batch_plan(settings.train.batch, progress.consumed_samples), num_steps - progress.step)
-    )
+    plan = list(itertools.islice(batch_plan(settings.train, progress.consumed_samples), num_steps - progress.step))
     for step, batches in enumerate(loader.steps(plan), progress.step):
         leaves = replace(state.leaves, step=step)
 

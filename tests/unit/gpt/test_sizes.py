@@ -32,7 +32,7 @@ def test_a_size_has_the_parameters_of_its_name_and_divides_over_its_ranks(path: 
     number, unit = float(path.stem[:-1]), {"m": 1e6, "b": 1e9}[path.stem[-1]]
     # Chinchilla has relative positions, too.
     assert parameters_of_rank(settings.model, 1) == pytest.approx(number * unit, rel=0.08)
-    check_batch_sizes(settings.train.batch, num_ranks // settings.parallel.tensor_size)
+    check_batch_sizes(settings.train, num_ranks // settings.parallel.tensor_size)
     assert settings.schedule.min_lr == pytest.approx(settings.optimizer.lr / 10)
     assert settings.run.dir == f"runs/gpt-{path.stem}"
     assert settings.checkpoint.every == settings.train.eval_every > 0, "else nothing is left of a run that fails"
@@ -47,7 +47,7 @@ def test_a_recipe_has_the_parameters_and_tokens_of_its_record(name: str, paramet
     tokens_of_step = settings.train.global_batch_size * settings.model.seq_length
     assert tokens_of_step == 2**19
     assert settings.train.steps * tokens_of_step == pytest.approx(tokens, rel=2e-3)
-    check_batch_sizes(settings.train.batch, 8)
+    check_batch_sizes(settings.train, 8)
 
 
 @pytest.mark.full

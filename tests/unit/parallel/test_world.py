@@ -12,13 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import pretrain_gpt
 from parallel import store as store_module
 from parallel import world
 from parallel.errors import ConfigError, exit_on_config_error
 from parallel.store import FAILURE_KEY, shared_store
 from parallel.watchdog import EXIT_CODE
-from parallel.world import StartOptions, World, exit_with_error, imitated_world, start_world, stop_world
+from parallel.world import StartOptions, World, exit_as_rank, exit_with_error, imitated_world, start_world, stop_world
 
 RESET = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [::1]:4: Connection reset by peer. This"
 
@@ -40,24 +39,20 @@ def use_store(monkeypatch: pytest.MonkeyPatch, store: object) -> None:
 
 @pytest.fixture
 def exit_code_of(monkeypatch):
-    """Return a function that runs the program with an error in its training, and returns its code and its pauses."""
+    """Return a function that lets a rank fail with an error, and returns its exit code and its pauses."""
 
     def run(error: Exception, store: object) -> tuple[int, list[float]]:
         pauses: list[float] = []
 
-        def fail(*_arguments: object, **_options: object) -> None:
-            raise error
-
         def leave(code: int) -> None:
             raise SystemExit(code)
 
-        monkeypatch.setattr(pretrain_gpt, "parse_settings", fail)
         monkeypatch.setattr(dist, "is_initialized", lambda: True)
         use_store(monkeypatch, store)
         monkeypatch.setattr(world.time, "sleep", pauses.append)
         monkeypatch.setattr(world.os, "_exit", leave)
-        with pytest.raises(SystemExit) as ended:
-            pretrain_gpt.main()
+        with pytest.raises(SystemExit) as ended, exit_as_rank():
+            raise error
         return ended.value.code, pauses
 
     return run

@@ -65,7 +65,7 @@ def profiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: torch.devi
     monkeypatch.setattr(profiling, "time", SimpleNamespace(perf_counter=lambda: clock.now))
     monkeypatch.setattr(profiling, "profile", NoTrace)
     monkeypatch.setattr(torch.cuda, "Event", clock.event)
-    profiler = Profiler(ProfileSettings(steps=(3, 4)), mesh, device, tmp_path)
+    profiler = Profiler(ProfileSettings(steps=(3, 4)), mesh, device, tmp_path, ["n1"])
     monkeypatch.setattr(profiler, "_gather_timers", lambda own: [dict(zip((*TIMERS, "step"), own, strict=True))])
     found = []
     for step in range(1, 6):

@@ -7,8 +7,8 @@ import pytest
 
 from gpt.settings.option_names import messages_in_option_names
 from gpt.settings.parser import TREE, parse_settings
-from gpt.settings.schedule import RampUpConfig
 from gpt.settings.settings import Settings
+from gpt.settings.training import RampUpConfig
 from gpt.settings.tree import help_text
 from parallel.errors import ConfigError
 from tests.unit.gpt.settings.test_settings import BASE
