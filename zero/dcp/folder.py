@@ -63,6 +63,8 @@ class DistributedFolder:
         """
         first = section + next(iter(wanted))
         prefixes = self.prefixes(first)
+        if len(prefixes) > 1:  # 1.0.weight ends in 0.weight too
+            prefixes = [each for each in prefixes if all(f"{each}{section}{name}" in self._stored for name in wanted)]
         if len(prefixes) != 1:
             raise ConfigError(
                 f"{self.path} has {len(prefixes)} tensors whose names end in {first}, and one is needed; choose the "

@@ -96,6 +96,17 @@ def test_a_run_of_deepspeed_goes_on_from_one_rank_and_from_universal_files(tmp_p
     assert train(model, optimizer) == pytest.approx(train(theirs, adamw), rel=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_names_may_end_in_those_of_others(tmp_path: Path):
+    """The first name is 0.weight, and model.1.0.weight ends in it too."""
+    first, second = (
+        torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Sequential(torch.nn.Linear(6, 6))) for _ in range(2)
+    )
+    dcp.save({"model": first.state_dict()}, checkpoint_id=tmp_path, no_dist=True)
+    load_distributed(tmp_path, ZeroDataParallel(second, Axis.trivial("data")))
+    assert all(map(torch.equal, first.parameters(), second.parameters()))
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     dcp.save({"model": torch.nn.Linear(5, 4).state_dict()}, checkpoint_id=tmp_path / "saved", no_dist=True)
