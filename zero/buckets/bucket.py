@@ -88,6 +88,12 @@ class ParamShard:
             return self._offload.to_accelerator(self.group_shard, out=self.cached)
         return self.all_gather() if self.persists and (exact or self.codes is None) else Work()
 
+    def write(self, elements: range, values: Tensor) -> None:
+        """Set elements of this rank's shard, and of its copy on the device."""
+        for shard in (self.group_shard, self.cached):
+            if shard is not None:
+                cut(shard, elements, self._ranges.group_shard.start).copy_(values)
+
     def fetch(self) -> None:
         """Keep a copy of the shard on the device until `evict`. The parameters must be unsharded."""
         self.cached = self._copy_shard(Placement.ACCELERATOR)

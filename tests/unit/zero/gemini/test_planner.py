@@ -226,6 +226,19 @@ def test_nothing_is_cached_in_a_step_that_does_not_follow_the_plan(monkeypatch: 
     assert found == [0, 0, sum(SHARD_BYTES), 0, sum(SHARD_BYTES)]
 
 
+def test_what_is_written_reaches_shards_in_the_cache(monkeypatch: pytest.MonkeyPatch):
+    model, optimizer = within_budget()
+    measure(monkeypatch, lambda: 0)
+    for _ in range(3):
+        model(torch.ones(2, 8)).backward()
+        optimizer.step()
+    assert cached_bytes(model) == sum(SHARD_BYTES)
+    with model.gathered(modify=True):
+        for param in model.module.parameters():
+            param.fill_(0.5)
+    assert all(values.eq(0.5).all() for values in params_of(model).values())
+
+
 def test_the_optimizers_states_get_what_units_and_shards_leave(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
