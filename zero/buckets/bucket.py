@@ -94,6 +94,7 @@ class ParamShard:
             if shard is not None:
                 cut(shard, elements, self._ranges.group_shard.start).copy_(values)
 
+    @torch.inference_mode(False)  # an update writes the copy, whatever mode an evaluation has
     def fetch(self) -> None:
         """Keep a copy of the shard on the device until `evict`. The parameters must be unsharded."""
         self.cached = self._copy_shard(Placement.ACCELERATOR)

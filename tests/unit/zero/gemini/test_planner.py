@@ -239,6 +239,24 @@ def test_what_is_written_reaches_shards_in_the_cache(monkeypatch: pytest.MonkeyP
     assert all(values.eq(0.5).all() for values in params_of(model).values())
 
 
+def test_shards_that_an_evaluation_has_cached_are_updated(monkeypatch: pytest.MonkeyPatch):
+    losses = []
+    for context in (torch.no_grad, torch.inference_mode):
+        torch.manual_seed(0)
+        model, optimizer = within_budget()
+        measure(monkeypatch, lambda: 0)
+        for step in range(4):
+            if step == 2:  # the first step by the plan
+                with context():
+                    model(torch.ones(2, 8))
+                assert cached_bytes(model) == sum(SHARD_BYTES)
+            loss = model(torch.ones(2, 8))
+            loss.backward()
+            optimizer.step()
+        losses.append(loss.item())
+    assert losses[0] == losses[1]
+
+
 def test_the_optimizers_states_get_what_units_and_shards_leave(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
