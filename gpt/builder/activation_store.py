@@ -28,18 +28,18 @@ def chosen_activations(settings: Settings, mesh: Mesh, replicas: Axis, device: t
     if activations.store not in ("auto", "planned") or activations.budget_gb:
         return activations
     hardware = activations.hardware
-    memory_bytes = hardware.memory_gb * 1e9 if hardware.memory_gb else memory_per_rank(device, mesh)
+    memory_bytes = hardware.memory_gb * 1e9 if hardware.memory_gb else _least(memory_per_rank(device, mesh), mesh)
     work = workload(settings, mesh.data.size, replicas.size)
     if activations.store == "planned":
         left = max(memory_bytes * USABLE_FRACTION - work.state_bytes, 1.0)
-        return replace(activations, budget_gb=_least(left, mesh) / 1e9)
+        return replace(activations, budget_gb=left / 1e9)
     store, reason = choose_store(work, memory_bytes, hardware)
     logger.info(in_option_names(reason))
     return replace(activations, store=store)
 
 
 def _least(number: float, mesh: Mesh) -> float:
-    """Return the least number of all ranks: those that share layers need one plan, or their collectives differ."""
+    """Return the least number of all ranks: those that share layers need one choice, or their collectives differ."""
     found = torch.tensor(-number, dtype=torch.float64)
     for axis in (mesh.tensor, mesh.data):
         if axis.imitated_backend is None:

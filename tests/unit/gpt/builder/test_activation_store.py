@@ -2,16 +2,19 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from gpt.builder import activation_store
 from gpt.builder.activation_store import chosen_activations, memory_per_rank, workload
 from gpt.builder.closed_forms import parameters_of_rank
 from gpt.settings.parser import parse_settings
 from parallel.host_memory import physical_bytes
 from parallel.mesh import Axis, Mesh
 from parallel.world import imitated_world
+from tests.ranks import run_cases
 from tests.unit.gpt.builder.test_train_state import BASE
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -69,3 +72,19 @@ def test_auto_is_the_store_that_the_memory_of_the_settings_or_of_the_machine_all
     assert not caplog.messages
     assert [chosen("auto", memory_gb) for memory_gb in (None, 1.0, 0.004)] == ["keep", "keep", "partition_host"]
     assert "activations.store=keep, the first that holds a micro-batch of 2" in caplog.messages[0]
+
+
+def chosen_of_ranks(store: str) -> tuple[str, float | None]:
+    """Return what is chosen if the second tensor rank has much less memory than the first."""
+    mesh = Mesh.create(2)
+    settings = parse_settings(
+        [f"--config={BASE}", *SHAPE, *BATCH, "--parallel.tensor_size=2", f"--activations.store={store}"]
+    )
+    with patch.object(activation_store, "memory_per_rank", lambda *_: (1e9, 2e6)[mesh.tensor.rank]):
+        found = chosen_activations(settings.with_gradient_types(1), mesh, mesh.tensor, CPU)
+    return found.store, found.budget_gb
+
+
+def test_all_ranks_choose_by_the_memory_of_the_one_that_has_least():
+    for first, second in run_cases(2, chosen_of_ranks, [("auto",), ("planned",)]):
+        assert first == second
