@@ -46,9 +46,6 @@ class Residency:
         """The highest (allocated, reserved) bytes of CUDA's allocator before this has reset its peaks."""
         return 0, 0
 
-    def begin_forward(self) -> None:
-        """Begin a forward of the whole model."""
-
     def before_visit(self, unit: Unit, phase: Pass) -> None:
         """Prepare for a unit that is about to be unsharded, and for its computation."""
 
@@ -170,6 +167,12 @@ class UnitScheduler:
         """Return whether calls of the unit's modules are inside one that has been reported already."""
         return unit in self._access.running
 
+    def end_interrupted(self) -> None:
+        """End the calls that nothing has ended, the innermost first."""
+        for unit, call in reversed(list(self._access.running.items())):
+            call.depth = 1
+            self.after_forward(unit, call.module, None)
+
     def _before_backward(self, call: Call) -> None:
         self._passes.enter_backward()
         if call in self._in_backward:
@@ -216,7 +219,6 @@ class UnitScheduler:
         if self._begins_forward:
             self._begins_forward = False
             self._residency.orders["forward"].restart()
-            self._residency.begin_forward()
         self._residency.before_visit(unit, phase)
         unit.unshard()
         # After it: the unit that is needed now goes first on the wire.
