@@ -171,14 +171,11 @@ def _load_settings(there: DistributedFolder, groups: Iterable[dict[str, Any]]) -
     members = there.values(f"{begin}params" for begin in begins).values()
     lists = [(begin, names) for begin, names in zip(begins, members, strict=True) if isinstance(names, list)]
     begin_of = {name: begin for begin, names in lists for name in names if isinstance(name, str)}
-    places = []
     for number, group in enumerate(groups):
         begin = begin_of.get(next(iter(group["params"]), ""), f"param_groups.{number}.")
-        for name in group.keys() - {"params"}:
-            places += [(group, name, f"{prefix}{begin}{name}") for prefix in there.prefixes(begin + name)]
-    values = there.values(key for *_, key in places)
-    for group, name, key in places:
-        group[name] = values[key]
+        ends = [f"{begin}{name}" for name in group if name != "params"]
+        values = there.values(prefix + end for end in ends for prefix in there.prefixes(end))
+        group |= {key.rpartition(".")[2]: value for key, value in values.items()}
 
 
 def _load_loss_scale(there: DistributedFolder, loss_scale: LossScale) -> None:
