@@ -93,10 +93,7 @@ class KeepStore:
     def take(self, slot: Slot, stored: tuple[Tensor, int | None]) -> tuple[Tensor, Work]:
         kept, version = stored
         if version not in (None, kept._version):  # torch checks this for tensors that no hook has packed
-            raise RuntimeError(
-                f"checkpoint {slot.number} has been modified in place since it was kept; compute out of place in the "
-                "blocks, or set ActivationsConfig.defragment=true, which copies checkpoints"
-            )
+            raise RuntimeError(f"checkpoint {slot.number} was modified in place; set ActivationsConfig.defragment=true")
         return kept, Work()
 
 
