@@ -4,7 +4,6 @@ import logging
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 
 from gpt.builder.closed_forms import coded_parameters_of_rank, moment_bytes, parameters_of_rank
 from gpt.settings.option_names import in_option_names
@@ -28,7 +27,9 @@ def chosen_activations(settings: Settings, mesh: Mesh, replicas: Axis, device: t
     if activations.store not in ("auto", "planned") or activations.budget_gb:
         return activations
     hardware = activations.hardware
-    memory_bytes = hardware.memory_gb * 1e9 if hardware.memory_gb else _least(memory_per_rank(device, mesh), mesh)
+    own_bytes = hardware.memory_gb * 1e9 if hardware.memory_gb else memory_per_rank(device, mesh)
+    # Of all ranks: those that share layers need one choice, or their collectives differ.
+    memory_bytes = mesh.data.min_over_ranks(mesh.tensor.min_over_ranks(int(own_bytes)))
     work = workload(settings, mesh.data.size, replicas.size)
     if activations.store == "planned":
         left = max(memory_bytes * USABLE_FRACTION - work.state_bytes, 1.0)
@@ -36,17 +37,6 @@ def chosen_activations(settings: Settings, mesh: Mesh, replicas: Axis, device: t
     store, reason = choose_store(work, memory_bytes, hardware)
     logger.info(in_option_names(reason))
     return replace(activations, store=store)
-
-
-def _least(number: float, mesh: Mesh) -> float:
-    """Return the least number of all ranks: those that share layers need one choice, or their collectives differ."""
-    found = torch.tensor(-number, dtype=torch.float64)
-    for axis in (mesh.tensor, mesh.data):
-        if axis.imitated_backend is None:
-            sent = found.to(axis.communication_device(found))
-            axis.all_reduce(sent, out=sent, op=dist.ReduceOp.MAX).wait()
-            found.copy_(sent)
-    return -float(found)
 
 
 def sent_bytes(settings: Settings, data_size: int, num_micro_batches: int) -> tuple[float, float]:
