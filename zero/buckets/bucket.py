@@ -88,12 +88,6 @@ class ParamShard:
             return self._offload.to_accelerator(self.group_shard, out=self.cached)
         return self.all_gather() if self.persists and (exact or self.codes is None) else Work()
 
-    def write(self, elements: range, values: Tensor) -> None:
-        """Set elements of this rank's shard, and of its copy on the device."""
-        for shard in (self.group_shard, self.cached):
-            if shard is not None:
-                cut(shard, elements, self._ranges.group_shard.start).copy_(values)
-
     @torch.inference_mode(False)  # an update writes the copy, whatever mode an evaluation has
     def fetch(self) -> None:
         """Keep a copy of the shard on the device until `evict`. The parameters must be unsharded."""
