@@ -1,11 +1,12 @@
 """The models of transformers whose weights are read and written, and their configurations in this project.
 
-A Mistral without a sliding window is a Llama, and is written as one. transformers takes most of a second to import, so
-it is imported where it is used; a rank that trains does not need it.
+A Mistral without a sliding window is a Llama, and is written as one, unless its heads do not divide its width: there
+transformers refuses a Llama. transformers takes most of a second to import, so it is imported where it is used; a rank
+that trains does not need it.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from gpt.shape.config import ModelConfig, RopeScaling
@@ -103,25 +104,20 @@ def _gpt2_to_theirs(config: ModelConfig) -> dict[str, Any]:
 
 
 def _llama_to_ours(config: Any) -> dict[str, Any]:
+    config.standardize_rope_params()  # again, as a model does: another original length may replace theirs
     rope = config.rope_parameters
-    kind = rope.get("rope_type", "default")
+    kind = rope.get("rope_type")  # None: there are tables for several kinds of layers
     if kind not in ("default", "llama3"):
         raise ConfigError(f"the model has rope_type={kind}, only default and llama3 are supported; choose another one")
     _refuse_unless("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), 1.0)
+    scaling = {ours: rope.get(theirs) for theirs, ours in ROPE_SCALING.items()}
     window = getattr(config, "sliding_window", None) or config.max_position_embeddings
     return {
         "seq_length": min(config.max_position_embeddings, window),  # up to here, a sliding window hides no token
         "dropout": 0.0,
         "rope_theta": rope["rope_theta"],
-        "rope_scaling": _scaling(rope) if kind == "llama3" else None,
+        "rope_scaling": RopeScaling(**scaling) if kind == "llama3" else None,
     }
-
-
-def _scaling(rope: Mapping[str, Any]) -> RopeScaling:
-    for name in ROPE_SCALING:
-        if type(rope.get(name)) not in (int, float):
-            raise ConfigError(f"the model has rope_type=llama3 and {name}={rope.get(name)}, a number is needed")
-    return RopeScaling(**{ours: rope[theirs] for theirs, ours in ROPE_SCALING.items()})
 
 
 def _llama_to_theirs(config: ModelConfig) -> dict[str, Any]:
@@ -129,7 +125,7 @@ def _llama_to_theirs(config: ModelConfig) -> dict[str, Any]:
     if config.rope_scaling is not None:
         rope["rope_type"] = "llama3"
         rope |= {theirs: getattr(config.rope_scaling, ours) for theirs, ours in ROPE_SCALING.items()}
-    return {"rope_parameters": rope}
+    return {"rope_parameters": rope, "sliding_window": None}
 
 
 def _refuse_unless(name: str, found: Any, supported: Any) -> None:
@@ -152,6 +148,7 @@ GPT2 = Family(
         **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop", "layer_norm_epsilon"), float),
     },
     fixed={
+        "is_causal": True,
         "activation_function": "gelu_new",
         "scale_attn_weights": True,
         "scale_attn_by_inverse_layer_idx": False,
@@ -194,11 +191,12 @@ def _like_llama(name: str, fixed: Mapping[str, Any], parts: Mapping[str, Any] = 
         ),
         optional={
             **dict.fromkeys(("num_key_value_heads", "head_dim", "sliding_window"), SIZE),
+            "original_max_position_embeddings": SIZE,
             **dict.fromkeys(("rms_norm_eps", "rope_theta", "attention_dropout", "partial_rotary_factor"), float),
             **dict.fromkeys(("tie_word_embeddings", "use_sliding_window"), bool),
             **dict.fromkeys(("rope_parameters", "rope_scaling"), dict),
         },
-        fixed={"hidden_act": "silu", "attention_dropout": 0.0, **fixed},
+        fixed={"is_causal": True, "hidden_act": "silu", "attention_dropout": 0.0, **fixed},
         prefix="model.",
         modules={
             "token_embedding": "embed_tokens",
@@ -233,23 +231,22 @@ FAMILIES = {  # by the model_type of config.json; the first that has a model's p
 
 def family_of(config: ModelConfig) -> Family:
     """Return the family in which a model is written. Raises ConfigError if transformers has no such model."""
-    if config.attention_scale is not None:
-        raise ConfigError(
-            f"model.mup_base_head_dim={config.mup_base_head_dim} scales attention at a head width of "
-            f"{config.head_size}, and models of transformers do not: its weights cannot be written in that format; "
-            "write no weights"
-        )
-    if config.logit_cap is not None:
-        raise ConfigError(
-            f"model.logit_cap={config.logit_cap} caps logits, and the models of transformers that are supported do "
-            "not: its weights cannot be written in that format; write no weights"
-        )
-    for family in FAMILIES.values():
-        has_parts = all(getattr(config, name) == value for name, value in family.parts.items())
-        is_gpt2 = config.tied_head and config.kv_heads == config.num_heads and config.head_dim is None
-        if has_parts and (family is not GPT2 or is_gpt2):
+    for name, value, effect in (
+        ("mup_base_head_dim", config.scaled_head_dim, "scales attention"),
+        ("logit_cap", config.logit_cap, "caps logits"),
+    ):
+        if value is not None:
+            raise ConfigError(
+                f"model.{name}={value} {effect}, and the models of transformers that are supported do not: its weights "
+                "cannot be written in that format; write no weights"
+            )
+    has_equal_sizes = config.hidden_size == config.num_heads * config.head_size == config.kv_heads * config.head_size
+    fits = {"gpt2": config.tied_head and has_equal_sizes, "llama": config.hidden_size % config.num_heads == 0}
+    for kind, family in FAMILIES.items():
+        has_parts = all(getattr(config, part) == value for part, value in family.parts.items())
+        if has_parts and fits.get(kind, True):
             return family
-    names = [field.name for field in fields(ModelConfig) if field.name in (*GPT2_PARTS, "tied_head", "num_kv_heads")]
+    names = *GPT2_PARTS, "tied_head", "num_kv_heads", "head_dim"
     options = ", ".join(f"model.{name}={getattr(config, name)}".lower() for name in names)
     raise ConfigError(
         f"transformers has no model with {options}: its weights cannot be written in that format; choose the parts of "
@@ -264,7 +261,7 @@ def config_from_transformers(config: Any) -> ModelConfig:
     """
     family = FAMILIES[config.model_type]
     for name, supported in family.fixed.items():
-        _refuse_unless(name, getattr(config, name), supported)
+        _refuse_unless(name, getattr(config, name, supported), supported)
     named = {ours: getattr(config, theirs, None) for ours, theirs in family.names.items()}  # Qwen 2 has no head_dim
     return ModelConfig(vocab_size=config.vocab_size, **{**named, **family.to_ours(config)}, **family.parts)
 

@@ -55,10 +55,8 @@ def tokenizer_of_data(data: Mapping[str, Any]) -> Tokenizer | None:
     return load_tokenizer(prefix)
 
 
-def special_ids(tokenizer: Tokenizer | None) -> dict[str, int | None]:
+def special_ids(tokenizer: Tokenizer) -> dict[str, int | None]:
     """Return the ids for config.json. If nothing begins documents, their end begins a text too, as in GPT-2."""
-    if tokenizer is None:
-        return {"bos_token_id": None, "eos_token_id": None}
     return {"bos_token_id": tokenizer.start, "eos_token_id": tokenizer.eod}
 
 

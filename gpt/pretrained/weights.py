@@ -25,7 +25,7 @@ from gpt.pretrained.families import (
     config_to_transformers,
     family_of,
 )
-from gpt.pretrained.tensors import HEAD, load_weights, source_of, to_transformers
+from gpt.pretrained.tensors import HEAD, WORDS, load_weights, source_of, to_transformers
 from gpt.pretrained.tokenizer_files import (
     SPECIAL_IDS,
     check_fits,
@@ -60,9 +60,14 @@ class PretrainedWeights(Mapping[str, Tensor]):
         self._locations: dict[str, tuple[TensorFile, str]] = {}  # by the names of transformers, without the prefix
         for file in map(TensorFile, files):
             for name in file.entries:
-                if not name.endswith(family.ignored) and not (config.tied_head and name.startswith(HEAD)):
+                if not name.endswith(family.ignored):
                     self._add(name.removeprefix(family.prefix), file, name)
+        own_head = self._locations.pop(f"{HEAD}weight", None) if config.tied_head else None
         self._names = self._check_shapes(folder)
+        if own_head is not None and not own_head[0].tensor(own_head[1]).equal(self[WORDS[0]]):
+            raise ConfigError(
+                f"{folder} has tie_word_embeddings=true, and a {own_head[1]} other than the embedding; correct either"
+            )
 
     def _add(self, short: str, file: TensorFile, name: str) -> None:
         if short in self._locations:
@@ -185,7 +190,7 @@ def load_pretrained(model: GPT, folder: Path) -> None:
     for name in (field.name for field in fields(ModelConfig) if field.name not in may_differ):
         found, expected = (getattr(of, VALUES.get(name, name)) for of in (config, model.config))
         if found != expected:
-            found, expected = ("null" if value is None else value for value in (found, expected))
+            found, expected = (json.dumps(value, default=asdict) for value in (found, expected))
             raise ConfigError(f"model.{name}={expected}, but {folder} has {found}; choose model.{name}={found}")
     if model.config.seq_length > config.seq_length:
         raise ConfigError(
@@ -230,7 +235,7 @@ def write_config(folder: Path, config: ModelConfig, tokenizer: Tokenizer | None,
     `origin` is the folder of the initial weights. The model keeps its number of rotary positions, although the training
     may have had shorter sequences, and without a `tokenizer` its tokenizer and special tokens.
     """
-    ids: Mapping[str, Any] = special_ids(tokenizer)
+    ids: Mapping[str, Any] = special_ids(tokenizer) if tokenizer else NO_SPECIAL_IDS
     if origin is not None:
         if config.positions == "rope":
             _, initial = _read_config(origin / CONFIG)

@@ -24,7 +24,7 @@ MIN_FREE_BYTES = 2**30
 MIN_DISK_BYTES_PER_SECOND, MIN_SHARE_OF_FASTEST = 5e6, 0.2  # a disk below either is slow
 MARK_SECONDS = 40.0  # in which nodes must see a file of the first: NFS may keep for 30 s what a folder holds
 MARK_POLL_SECONDS = 0.1
-MOST_BYTES_PER_SECOND = 500e6  # that a disk is compared with: those of busy nodes differ, and are fast enough
+MOST_BYTES_PER_SECOND = 200e6  # that a disk is compared with: those of busy nodes differ much, and are fast enough
 
 
 @dataclass(frozen=True)

@@ -184,7 +184,7 @@ CASE_NAMES = ("stage 1", "stage 3", "groups", "tensor", "context")
 
 @pytest.mark.parametrize("case", CASES, ids=CASE_NAMES)
 def test_a_fault_is_named_with_its_rank(case):
-    counts = assert_named(*case, num_faults=4)
+    counts = assert_named(*case, num_faults=2)
     assert any(name.endswith(": named") for name in counts)
 
 

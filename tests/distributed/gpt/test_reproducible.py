@@ -185,6 +185,7 @@ TRAININGS = {
     # 128 x 128 blocks that rows of 136 cross
     "fp8 blocks": (*LLAMA, "--train.matmul=fp8", "--train.fp8.recipe=blockwise", "--model.hidden_size=136"),
 }
+BY_DEFAULT = ["muon", "llama", "fp16", "fp8 blocks"]
 
 
 @pytest.mark.full
@@ -195,13 +196,21 @@ def test_forty_steps_have_the_same_bits_on_any_number_of_ranks(model):
     assert others == [first] * len(others)
 
 
-@pytest.mark.parametrize("takes_all", [False, pytest.param(True, marks=pytest.mark.full)])
-@pytest.mark.parametrize("training", TRAININGS)
+@pytest.mark.parametrize(
+    ("training", "takes_all"),
+    [
+        *((training, False) for training in BY_DEFAULT),
+        *(pytest.param(training, True, marks=pytest.mark.full) for training in TRAININGS),
+    ],
+)
 def test_every_training_has_the_same_bits_in_each_layout(training, takes_all):
     """The layouts take turns; each is compared with one rank. In FP8 weights are gathered in FP8 too."""
-    options, number = TRAININGS[training], [*TRAININGS].index(training)
+    options = TRAININGS[training]
     codes = (CODES,) if training.startswith("fp8") else ()
-    layouts = [(1, (S3, "--zero.overlap=false")), *LAYOUTS] if takes_all else LAYOUTS[number :: len(TRAININGS)]
+    if takes_all:
+        layouts = [(1, (S3, "--zero.overlap=false")), *LAYOUTS]
+    else:
+        layouts = LAYOUTS[BY_DEFAULT.index(training) :: len(TRAININGS)]
     first = hash_after(1, *options, S1)
     for ranks, layout in layouts:
         assert hash_after(ranks, *options, *layout, *codes) == first, layout
@@ -238,10 +247,14 @@ def test_a_run_that_goes_on_with_fewer_ranks_has_the_bits_of_the_undisturbed_one
     ("options", "layouts"),
     [
         (("--parallel.tensor_size=2", SEQUENCE), [(2, (S2,)), (4, (S3,))]),
-        ((CONTEXT,), [(2, (S2,)), (4, (S3, SMALL))]),
+        pytest.param((CONTEXT,), [(2, (S2,)), (4, (S3, SMALL))], marks=pytest.mark.full),
         # Gradients of each part of a sequence are kept, and their sums are added last: a hash of its own.
         ((CONTEXT, "--train.reproducible_blocks=2"), [(2, (S1, SMALL)), (4, (S0,)), (4, (S3, LOCAL))]),
-        ((CONTEXT, "--train.reproducible_blocks=3"), [(2, (S2, LOCAL, "--offload.mode=host")), (6, (S1,))]),
+        pytest.param(
+            (CONTEXT, "--train.reproducible_blocks=3"),
+            [(2, (S2, LOCAL, "--offload.mode=host")), (6, (S1,))],
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_a_tensor_or_context_axis_of_one_size_keeps_the_bits(options, layouts):

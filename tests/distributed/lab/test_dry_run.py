@@ -40,6 +40,8 @@ CHOSEN = [  # together, these have every value of every factor
     (3, (2, 2), "partition", 2, "bf16", 0.1, "flash", "--offload.mode=host"),
     (2, (1, 2), "selective", 2, "bf16", 0.0, "math", f"{LLAMA} --model.num_kv_heads=1 --model.mlp_width=40"),
     (3, (4, 1), "none", 2, "bf16", 0.0, "flash", "--parallel.shard_size=2 --zero.optimizer_over=all"),
+]
+MORE = [
     (2, (4, 1), "none", 2, "bf16", 0.0, "flash", f"--parallel.shard_size=2 {BLOCKS}"),
     (3, (2, 1), "none", 1, "bf16", 0.0, "flash", f"{LLAMA} --model.num_kv_heads=2 --model.qk_norm=true"),
 ]
@@ -120,7 +122,11 @@ def assert_alike(combination: dict) -> None:
     assert dry["building_peak_bytes"] <= real["building_peak_bytes"], "initial values are drawn in fp32"
 
 
-@pytest.mark.parametrize("values", CHOSEN, ids=lambda values: "-".join(map(str, values)))
+@pytest.mark.parametrize(
+    "values",
+    [*CHOSEN, *(pytest.param(values, marks=pytest.mark.full) for values in MORE)],
+    ids=lambda values: "-".join(map(str, values)),
+)
 def test_a_dry_run_is_the_real_run(values):
     assert_alike(dict(zip(FACTORS, values, strict=True)))
 

@@ -74,11 +74,12 @@ def assert_placed(optimizer: ZeroOptimizer, cuda: torch.device) -> None:
         assert bucket.params.owned.device == (torch.device("cpu") if on_host else cuda)
 
 
-FEW = [(1, "host", "selective", "fp16", 2, None), (3, "host", "partition_host", "bf16", 2, None)]
+FEW = [(3, "host", "partition_host", "bf16", 2, None)]
 OTHERS = [
     (0, "accelerator", "none", "fp32", 1, None),
     (0, "host", "partition_host", "bf16", 2, None),
     (1, "accelerator", "none", "bf16", 1, 2),
+    (1, "host", "selective", "fp16", 2, None),
     (2, "accelerator", "keep", "bf16", 1, 2),
     (2, "host", "partition", "fp16", 2, None),
     (3, "accelerator", "none", "bf16", 2, None),

@@ -59,7 +59,7 @@ NUM_ON_SIDE_STREAMS = {
     "stage 3, shard groups, reduced each time": 5,
     "stage 3, shard groups, accumulated locally, on the host": 14 + 5 + 4 + 4,
 }
-BY_DEFAULT = {"stage 2, shard groups, reduced each time", "stage 3, shard groups, accumulated locally, on the host"}
+BY_DEFAULT = {"stage 3, shard groups, accumulated locally, on the host"}
 
 
 def launches_of(settings: Settings, rank: int, tensor_mode: QuickFakeTensorMode) -> tuple[list[Launch], int]:

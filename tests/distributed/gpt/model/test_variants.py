@@ -50,7 +50,7 @@ def few_cases() -> list[Case]:
     return [{"name": name, "mesh": next(meshes), **next(others)} for name in [*VARIANTS, *SIZES] if name in VARIANTS]
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.full), 4])
 def test_every_option_and_preset_equals_one_process(num_ranks):
     check(few_cases(), num_ranks)
 

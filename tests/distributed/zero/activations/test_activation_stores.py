@@ -130,7 +130,8 @@ def tight_plan(tensor_size: int, is_split: bool, context_size: int) -> Activatio
     [
         (2, [(1, False, 1, 3)]),
         pytest.param(2, [(1, False, 1, stage) for stage in (0, 1, 2)], marks=pytest.mark.full),
-        (4, [(2, True, 2, 3), (2, False, 1, 1)]),
+        (4, [(2, True, 2, 3)]),
+        pytest.param(4, [(2, False, 1, 1)], marks=pytest.mark.full),
     ],
 )
 def test_plans_keep_the_bits_in_all_stages(num_ranks: int, cases: list[tuple]):

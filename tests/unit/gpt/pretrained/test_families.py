@@ -151,6 +151,7 @@ REFUSED = [
     ("gpt2", {"activation_function": "relu"}, "activation_function='relu', only 'gelu_new'"),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True, only False"),
     ("gpt2", {"embd_pdrop": 0.3}, "embd_pdrop=0.3, only 0.0"),
+    *((name, {"is_causal": False}, "is_causal=False, only True") for name in ("gpt2", "llama", "qwen3")),
     ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu', only 'silu'"),
     ("llama", {"attention_bias": True}, "attention_bias=True, only False"),
     ("llama", {"mlp_bias": True}, "mlp_bias=True, only False"),
@@ -160,12 +161,14 @@ REFUSED = [
     ("llama", {"model_type": "granite"}, "config.json: the model has model_type='granite', only gpt2, llama, qwen2"),
     ("llama", {"rope_parameters": ROPE | {"rope_type": "yarn", "factor": 2.0}}, "rope_type=yarn, only default and"),
     ("llama", {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5, only 1.0"),
-    ("llama", {"rope_parameters": LLAMA3_ROPE}, "rope_type=llama3 and factor=8, a number is needed"),
+    ("llama", {"rope_parameters": LLAMA3_ROPE}, "config.json: RopeScaling.factor=8 is a text; choose a number"),
+    ("llama", {"rope_parameters": LLAMA3_ROPE | {"factor": 8}}, r'; choose model.rope_scaling={"factor": 8.0, "low_'),
+    ("qwen2", {"rope_parameters": {"full_attention": ROPE}}, "rope_type=None, only default and llama3"),
     ("llama", {"num_attention_heads": 5}, "config.json"),
     ("llama", {"num_key_value_heads": 3}, "config.json"),
     ("llama", {"hidden_size": "64"}, "hidden_size is '64', an integer"),
     ("llama", {"rms_norm_eps": 1e-6}, "model.norm_eps=1e-05, but .* has 1e-06; choose model.norm_eps=1e-06"),
-    ("llama", {"tie_word_embeddings": True}, "model.tied_head=False, but .* has True"),
+    ("llama", {"tie_word_embeddings": True}, "tie_word_embeddings=true, and a lm_head.weight other than"),
     ("llama", {"max_position_embeddings": 8}, "model.seq_length=12, but .* has 8 positions, or a sliding window"),
 ]
 
@@ -182,6 +185,17 @@ def test_what_differs_is_refused_by_name(name, changes, message, tmp_path):
 def change_config(folder: Path, changes: dict) -> None:
     content = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**content, **changes}))
+
+
+def test_an_original_length_beside_the_rotary_parameters_replaces_the_one_in_them(tmp_path):
+    config = preset_config("llama")
+    write_pretrained(tmp_path, config, small_gpt(config).state_dict())
+    change_config(tmp_path, {"original_max_position_embeddings": 2 * config.rope_scaling.original_seq_length})
+    found, weights = read_pretrained(tmp_path)
+    load_weights(ours := small_gpt(found), weights)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    tokens, _ = batch(config)
+    torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-10, atol=1e-10)
 
 
 def test_a_window_of_mistral_limits_the_sequences(tmp_path):
@@ -201,6 +215,19 @@ def test_a_mistral_whose_window_is_null_has_none(tmp_path):
     (tmp_path / "config.json").write_text((tmp_path / "config.json").read_text().replace("sliding_window", "unknown"))
     with pytest.raises(ConfigError, match="has 4096 positions, or a sliding window of as many"):
         load_pretrained(gpt, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "kind"),
+    [("llama", {"hidden_size": 30, "head_dim": 8}, "mistral"), ("gpt2", {"head_dim": 8}, "gpt2")],
+)
+def test_a_model_is_written_as_one_that_may_have_its_sizes(name, sizes, kind, tmp_path):
+    ours = small_gpt(config := preset_config(name, **sizes))
+    write_pretrained(tmp_path, config, ours.state_dict())
+    theirs, (tokens, _) = transformers.AutoModelForCausalLM.from_pretrained(tmp_path), batch(config)
+    assert (theirs.config.model_type, getattr(theirs.config, "sliding_window", None)) == (kind, None)
+    torch.testing.assert_close(theirs(tokens).logits, ours(tokens), rtol=1e-10, atol=1e-10)
+    load_pretrained(small_gpt(config, seed=2), tmp_path)
 
 
 def test_a_model_that_transformers_does_not_have_is_not_written():

@@ -45,6 +45,7 @@ def assert_refused(folder: Path, message: str, dtype: torch.dtype = torch.float6
 
 
 NORM, QKV, TOKENS = "transformer.ln_f.weight", "transformer.h.1.attn.c_attn.weight", "transformer.wte.weight"
+HEAD = "lm_head.weight"
 Weights = dict[str, Tensor]
 
 
@@ -64,6 +65,8 @@ def change_weights(folder: Path, change: Callable[[Weights], object]) -> None:
         (lambda w: w.update({QKV: w[QKV].T.contiguous()}), r"c_attn.weight has the shape \[72, 24\], .* \[24, 72\]"),
         (lambda w: w.update({TOKENS: w[TOKENS].int()}), "has 'transformer.wte.weight' in torch.int32, floats"),
         (lambda w: w.update({"wte.weight": w[TOKENS]}), "has 'wte.weight' and .* has 'transformer.wte.weight'"),
+        (lambda w: w.update({HEAD: w[TOKENS] + 1}), "tie_word_embeddings=true, and a lm_head.weight other than"),
+        (lambda w: w.update({"lm_head.bias": torch.zeros(61)}), "has 'lm_head.bias', which is no parameter"),
         (lambda w: w[NORM].fill_(torch.nan), "final_norm.weight has 24 values that are not finite in .*float64"),
         (lambda w: w[QKV][0, :2].fill_(-torch.inf), "qkv.weight has 2 values that are not finite"),
     ],
@@ -73,13 +76,13 @@ def test_weights_that_do_not_fit_are_refused(folder: Path, change: Callable[[Wei
     assert_refused(folder, message)
 
 
-def test_a_file_of_a_model_without_its_head_and_with_the_masks_of_older_files_is_read(folder: Path):
+def test_a_file_of_a_model_without_its_prefix_and_with_the_masks_of_older_files_is_read(folder: Path):
     def change(weights: Weights) -> None:
         masks = {f"h.{layer}.attn.{name}": torch.ones(1) for layer in (0, 1) for name in ("bias", "masked_bias")}
         names = {name: name.removeprefix("transformer.") for name in weights}
         for name, short in names.items():
             weights[short] = weights.pop(name)
-        weights.update(masks)
+        weights.update(masks, **{HEAD: weights["wte.weight"]})
 
     change_weights(folder, change)
     model, expected = small_gpt(CONFIG, seed=2), small_gpt(CONFIG)

@@ -22,6 +22,8 @@ from gpt.kernels.norms import NORMS
 from gpt.model.rotary import Rotation, tables
 from gpt.model.transformer import Block, Sequences
 from gpt.shape.config import ModelConfig
+from lab.races.simulated_streams import SIDE_STREAM
+from lab.races.stream_checker import streams_checked
 from parallel.errors import ConfigError
 from parallel.mesh import Axis, Mesh
 from parallel.tensor.blocks import run_in_order
@@ -239,6 +241,18 @@ def test_what_is_stored_elsewhere_is_not_computed_again(store: StoreName):
         assert torch.equal(one, other)
     for product in ("aten.addmm.default", "aten.mm.default", "aten.native_layer_norm.default"):
         assert elsewhere.counts[product] == kept.counts[product]
+
+
+def test_copies_to_the_host_and_back_run_beside_the_computation():
+    fast = Hardware(host_gb_per_second=1e9, tflops=0.1)
+    with streams_checked(torch.device("cpu"), records_launches=True) as checker:
+        blocks = equal_blocks(mlp, 2)
+        plans = planned(blocks, x_of(), budget_gb=PLENTY, stores=("partition_host",), hardware=fast)
+        run(blocks)
+        names = [launch.name for launch in checker.launches if launch.stream.startswith(SIDE_STREAM)]
+    assert plans.plan is not None
+    num_stored = [*plans.plan.first.placements.values()].count("partition_host")
+    assert names.count("copy_") == 2 * num_stored * len(blocks)
 
 
 def test_kernels_wait_for_all_copies_of_a_block_but_the_last_one():
