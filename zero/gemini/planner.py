@@ -78,6 +78,10 @@ class PlacementPlanner(Residency):
                 "a smaller ZeroConfig.bucket_numel, or more tensor ranks"
             )
 
+    def begin_forward(self) -> None:
+        """Begin a forward of the whole model."""
+        self.recorder.begin_forward()
+
     def before_visit(self, unit: Unit, phase: Pass) -> None:
         """Make room for a unit that is about to be unsharded, and for its computation."""
         if not self._is_auto and not self.recorder.is_recording:

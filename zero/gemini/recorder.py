@@ -34,11 +34,15 @@ class MemoryRecorder:
     def is_recording(self) -> bool:
         return self._num_steps_left > 0
 
+    def begin_forward(self) -> None:
+        """Restart the meter before the first forward: the memory that building the model needed has been freed."""
+        if self.is_recording and not self.peaks:
+            self.meter.restart()
+
     def enter(self, moment: Moment) -> None:
         """End a moment, and begin the next."""
         if self.is_recording:
-            is_first_visit = not self.peaks and moment != UPDATE  # what building the model needed has been freed
-            self.peaks[self.moment] = max(self.peaks[self.moment], 0 if is_first_visit else self.meter.peak_bytes())
+            self.peaks[self.moment] = max(self.peaks[self.moment], self.meter.peak_bytes())
             self.meter.restart()
         self.moment = moment
 

@@ -46,6 +46,9 @@ class Residency:
         """The highest (allocated, reserved) bytes of CUDA's allocator before this has reset its peaks."""
         return 0, 0
 
+    def begin_forward(self) -> None:
+        """Begin a forward of the whole model."""
+
     def before_visit(self, unit: Unit, phase: Pass) -> None:
         """Prepare for a unit that is about to be unsharded, and for its computation."""
 
@@ -219,6 +222,7 @@ class UnitScheduler:
         if self._begins_forward:
             self._begins_forward = False
             self._residency.orders["forward"].restart()
+            self._residency.begin_forward()
         self._residency.before_visit(unit, phase)
         unit.unshard()
         # After it: the unit that is needed now goes first on the wire.
