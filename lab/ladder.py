@@ -22,9 +22,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from gpt.settings.schedule import consumed_samples_after
 from gpt.shape.config import parameter_shapes
 from gpt.shape.flops import model_flops
 from lab.bench.study import Run
+from lab.dryrun.run_cost import steps_for
 from lab.pages.plots import plot
 from parallel.errors import ConfigError, exit_on_config_error
 from parallel.launch.preflight import split_words
@@ -47,13 +49,13 @@ class Rung:
         return sum(math.prod(shape) for _, shape in parameter_shapes(model, model.vocab_size))
 
     @property
-    def flops(self) -> float:
+    def samples(self) -> int:
         train = self.run.settings.train
-        return float(model_flops(self.run.settings.model, train.global_batch_size)) * train.steps
+        return consumed_samples_after(train.batch, train.steps)
 
     @property
-    def tokens_of_a_step(self) -> int:
-        return self.run.settings.model.seq_length * self.run.settings.train.global_batch_size
+    def flops(self) -> float:
+        return float(model_flops(self.run.settings.model, self.samples))
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ def rung(size: str, options: argparse.Namespace, arguments: Sequence[str]) -> Ru
     words += [f"--model.num_heads={max(1, int(hidden) // options.head_size)}", f"--run.dir={options.output / size}"]
     words += [f"--model.mup_base_width={options.mup_base_width}"] if options.mup_base_width else []
     shape = Rung(size, Run(tuple(words)))
-    steps = math.ceil(options.tokens_per_parameter * shape.parameters / shape.tokens_of_a_step)
+    steps = steps_for(options.tokens_per_parameter * shape.parameters, shape.run.settings)
     words += [f"--train.steps={steps}", f"--schedule.warmup_steps={max(1, steps // WARMUP_PART)}"]
     return Rung(size, Run(tuple(words)))
 
@@ -110,7 +112,7 @@ def show(rungs: Sequence[Rung], law: PowerLaw, path: Path, console: Console) -> 
     """Print the sizes and the law, and plot them."""
     table = Table("size", "parameters", "tokens", "FLOPs", "validation loss", "fitted")
     for one, trained in zip(rungs, law.losses, strict=True):
-        tokens = one.tokens_of_a_step * one.run.settings.train.steps
+        tokens = one.samples * one.run.settings.model.seq_length
         losses = f"{trained:.4f}", f"{law.predict(one.flops)[0]:.4f}"
         table.add_row(one.name, f"{one.parameters:,}", f"{tokens:,}", f"{one.flops:.3g}", *losses)
     console.print(table)
@@ -141,14 +143,17 @@ def main(words: Sequence[str]) -> None:
     parser.add_argument("--output", type=Path, required=True, help="folder of the runs and the plot")
     own, arguments = split_words(words)
     options = parser.parse_args(own)
-    if len(options.sizes) < FEWEST_POINTS:
-        raise ConfigError(f"--sizes has {len(options.sizes)} sizes; a prediction needs at least {FEWEST_POINTS}")
-    rungs = sorted((rung(size, options, arguments) for size in options.sizes), key=lambda one: one.flops)
+    sizes = dict.fromkeys(options.sizes)
+    if len(sizes) < FEWEST_POINTS:
+        raise ConfigError(f"--sizes has {len(sizes)} sizes; a prediction needs at least {FEWEST_POINTS}")
+    if options.head_size < 1:
+        raise ConfigError(f"--head_size={options.head_size} is below 1; choose 1 or more")
+    rungs = sorted((rung(size, options, arguments) for size in sizes), key=lambda one: one.flops)
     console = Console(highlight=False)
     law = climb(rungs, options.launch, console)
     show(rungs, law, options.output / "ladder.png", console)
 
 
 if __name__ == "__main__":
-    with exit_on_config_error():
+    with exit_on_config_error(OSError):  # of the launch command, too
         main(sys.argv[1:])

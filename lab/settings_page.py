@@ -1,14 +1,13 @@
 """Writes docs/settings.md from the tree of settings: `python -m lab.settings_page`."""
 
 from collections.abc import Iterable
-from pathlib import Path
 
 from gpt.settings.parser import TREE
 from gpt.settings.tree import Group, Leaf, default_text, sections, summary
-from lab.pages.markdown import table, with_blocks
+from lab.pages.markdown import ROOT, table, with_blocks
 from parallel.fields import describe
 
-PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
+PAGE = ROOT / "docs" / "settings.md"
 
 
 def page(tree: Iterable[Group | Leaf]) -> str:

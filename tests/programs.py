@@ -13,8 +13,8 @@ from pathlib import Path
 from unittest import mock
 
 from tests.ranks import start_process
+from tests.source_files import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 HANG_SECONDS = 300  # after which a hang ends; less than `run.hang_seconds`
 
 

@@ -125,9 +125,17 @@ def build_mesh(settings: Settings, world: World) -> Mesh:
         imitated_backend=world.imitated_backend,
         allocate=allocate_buffer,
     )
-    check_divides(settings.model, mesh.tensor)
+    check_mesh(settings, mesh)
+    # For the ConfigError of both: the second one raises one if warm-up and decay overlap.
     if settings.checkpoint.weights:
-        family_of(settings.model)  # for its ConfigError, as below
+        family_of(settings.model)
+    learning_rate(settings.schedule, settings.optimizer.lr, 0, settings.train.steps)
+    return mesh
+
+
+def check_mesh(settings: Settings, mesh: Mesh) -> None:
+    """Raise ConfigError if the model or the batch cannot be divided over a mesh, whose axes need no groups."""
+    check_divides(settings.model, mesh.tensor)
     check_replicas(settings.activations, token_layout(settings.parallel, mesh).replicas)
     check_batch_sizes(settings.train.batch, mesh.num_batch_ranks)
     check_evaluated(settings.train, mesh.num_batch_ranks)
@@ -138,9 +146,6 @@ def build_mesh(settings: Settings, world: World) -> Mesh:
     num_tokens = settings.train.micro_batch_size * seq_length // mesh.context.size
     if settings.parallel.sequence_parallel:
         part_of(num_tokens, mesh.tensor, "the tokens of a micro-batch")
-    # For its ConfigError: it raises one if warm-up and decay overlap.
-    learning_rate(settings.schedule, settings.optimizer.lr, 0, settings.train.steps)
-    return mesh
 
 
 def num_adding_units(settings: Settings, mesh: Mesh) -> int:

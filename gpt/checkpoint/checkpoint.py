@@ -39,7 +39,7 @@ def rank_state(state: TrainState) -> RankState:
     return RankState(state.model, state.optimizer, {f"guard.{name}": tensor for name, tensor in of_guard.items()})
 
 
-class RunSaver:
+class RunSaver(CheckpointWriter):
     """A saver of checkpoints of `state` to `folder`, in which `kept` says how many remain.
 
     All ranks make the same calls. `data` has the settings that determine the order of samples. The names and the number
@@ -58,19 +58,12 @@ class RunSaver:
     ):
         self._folder, self._config, self._data = folder, state.config, data or {}
         publication = replace(publication, publish=self._publish, tidy=partial(delete_old, folder, kept))
-        self._writer = CheckpointWriter(rank_state(state), publication, is_async=is_async)
+        super().__init__(rank_state(state), publication, is_async=is_async)
 
     def start(self, progress: Progress) -> None:
-        """Begin to save, as `CheckpointWriter.start`."""
+        """Begin to save, as `CheckpointWriter.begin`."""
         final, title = self._folder / checkpoint_name(progress.step), f"of step {progress.step}"
-        self._writer.start(final, content_of(self._config, progress, self._data), progress.save_name, title)
-
-    def wait(self) -> Path | None:
-        """Wait until the save that `start` began is complete, and return its folder, or None if there is none.
-
-        Raises SaveError on all ranks if it failed on any.
-        """
-        return self._writer.wait()
+        self.begin(final, content_of(self._config, progress, self._data), progress.save_name, title)
 
     def _publish(self, partial: Path, final: Path) -> None:
         # It is of an earlier run, or of a save of this step that failed after its rename. A crash before the next line

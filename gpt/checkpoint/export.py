@@ -14,17 +14,15 @@ import torch
 from torch import Tensor
 
 from data.errors import DataError
-from data.tokenizer import Tokenizer
 from gpt.builder.train_state import TrainState
 from gpt.checkpoint.folder import Kept, checkpoint_name, delete_old, newest
 from gpt.checkpoint.layout import INITIAL_WEIGHTS, read_run
-from gpt.pretrained.families import family_of
-from gpt.pretrained.tokenizer_files import check_fits, tokenizer_of_data
+from gpt.pretrained.tokenizer_files import tokenizer_of_data
 from gpt.pretrained.weights import check_shapes, companions, write_weights
 from gpt.shape.config import parameter_shapes
 from parallel.errors import ConfigError, exit_on_config_error
 from zero.partition.config import DTYPES
-from zero.state.export import FILE_BYTES, WholeWeights, export_units
+from zero.state.export import FILE_BYTES, export_units
 from zero.state.layout_file import LAYOUT, is_complete, verify_file
 from zero.state.saved_state import SavedState
 
@@ -75,32 +73,24 @@ class LiveExports:
         self._companions = companions(data, data.get(INITIAL_WEIGHTS)) if self._is_first else (None, None)
 
     def export(self, step: int) -> None:
-        """Export the weights of a step. All ranks call it. An export that fails is logged, and training goes on."""
+        """Export the weights of a step, in their own data type; see `write_weights`. All ranks call it.
+
+        One unit at a time is unsharded, and written by the first rank. An export that fails is logged, and training
+        goes on.
+        """
+        tokenizer, origin = self._companions
+
+        def write(folder: Path, parameters: Iterator[tuple[str, Tensor]], file_bytes: int) -> None:
+            write_weights(folder, self._state.config, parameters, tokenizer, file_bytes, origin)
+
         try:
-            export_live(self._state, self._folder / checkpoint_name(step), *self._companions)
+            # A folder of that name is an export of the same step from before a roll-back.
+            output = self._folder / checkpoint_name(step)
+            export_units(output, self._state.model, self._state.mesh.tensor, write, replaces=True)
             if self._is_first:
                 delete_old(self._folder, self._kept)
         except OSError as error:
             logger.error("error: weights cannot be written to %s: %s; training goes on", self._folder, error.strerror)
-
-
-def export_live(
-    state: TrainState, output: Path, tokenizer: Tokenizer | None = None, origin: Path | None = None
-) -> None:
-    """Export the weights of the model in training, in their own data type; see `write_weights`.
-
-    All ranks call it. One unit at a time is unsharded, and written by the first rank. Raises OSError on that rank if it
-    cannot write.
-    """
-    # On all ranks, for their errors: only the first one writes.
-    family_of(state.config)
-    check_fits(tokenizer, state.config)
-
-    def write(folder: Path, parameters: Iterator[tuple[str, Tensor]], file_bytes: int) -> None:
-        write_weights(folder, state.config, parameters, tokenizer, file_bytes, origin)
-
-    # A folder of that name is an export of the same step from before a roll-back.
-    export_units(output, WholeWeights(state.model, state.mesh.tensor), write, replaces=True)
 
 
 def main(arguments: list[str]) -> None:

@@ -234,12 +234,3 @@ def check_divides(config: ModelConfig, axis: Axis) -> None:
     part_of(config.padded_vocab_size, axis, "model.vocab_size rounded up to model.vocab_multiple")
     if axis.size % config.kv_heads:
         part_of(config.kv_heads, axis, "model.num_kv_heads")
-
-
-def divides(config: ModelConfig, axis: Axis) -> bool:
-    """Return whether `check_divides` raises no error."""
-    try:
-        check_divides(config, axis)
-    except ConfigError:
-        return False
-    return True

@@ -107,8 +107,8 @@ def main(arguments: Sequence[str]) -> int:
     where = f"{plan.num_ranks} x {machine.gpu}" if machine.num_gpus else f"{plan.num_ranks} ranks on CPUs, tiny sizes"
     console.print(f"acceptance on {where}; logs in {plan.output}", highlight=False)
     (plan.output / "logs").mkdir(parents=True)
-    plan.write_synthetic_data()
     try:
+        plan.write_synthetic_data()
         rows = [*parts(plan), *(long_parts(plan) if options.long else [])]
         results = run_parts(rows, plan, options.minutes, console)
     except KeyboardInterrupt:

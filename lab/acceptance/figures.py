@@ -20,8 +20,10 @@ class Figure:
 
     @property
     def text(self) -> str:
-        value = self.value if isinstance(self.value, str) else f"{self.value:,.4g}"
-        return f"{value} {self.unit}".strip()
+        if isinstance(self.value, str):
+            return f"{self.value} {self.unit}".strip()
+        form = ",.0f" if abs(self.value) >= 1000 else ".4g"  # no exponents of large numbers
+        return f"{self.value:{form}} {self.unit}".strip()
 
 
 @dataclass(frozen=True)

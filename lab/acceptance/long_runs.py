@@ -68,7 +68,7 @@ def _folder(plan: Plan, precision: str, stage: int) -> Path:
 def _read(folder: Path, of_stage_0: Path, log: Path) -> list[Figure]:
     """Read the last validation loss of a run, and compare it with that of stage 0 and with the published curve."""
     records, (tokens, loss) = read_steps(folder), validation_curve(folder)[-1]
-    num_bad = sum(record["loss"] is None for record in records)
+    num_bad = sum(not math.isfinite(record["loss"]) for record in records)
     figures = [
         Figure("validation loss", loss),
         Figure("after tokens", tokens),

@@ -2,7 +2,7 @@
 
     preflight                     all ranks: nodes are alike, links and devices are not slow; writes the cluster file
     equality, N ranks             stages x shard groups x tensor x stores x offload equal one process, also delayed
-    equality, sanitized           the same on all GPUs under torch's CUDA stream sanitizer
+    equality, sanitized           the last of them again under torch's CUDA stream sanitizer
     tests/gpu                     the tests that need a GPU
     step time of a model          beside DDP and FSDP2: time, memory, MFU
     dry run, training             the same settings: peak memory, time of a step; communication with and without overlap
@@ -93,7 +93,7 @@ def equality(plan: Plan, num_ranks: int, *words: str, name: str = "", **environm
 def sanitized(plan: Plan) -> Part:
     # The sanitizer looks at every operation from Python, which compiled code does not pass through.
     switches = {"TORCH_CUDA_SANITIZER": "1", "TORCHDYNAMO_DISABLE": "1"}
-    return equality(plan, plan.num_ranks, "--without_delays", name="equality, sanitized", **switches)
+    return equality(plan, plan.world_sizes[-1], "--without_delays", name="equality, sanitized", **switches)
 
 
 def _read_equality(file: Path, log: Path) -> list[Figure]:

@@ -140,7 +140,7 @@ class Plan:
 
     def write_synthetic_data(self) -> None:
         """Write as many random tokens as the training runs read, low ids more often."""
-        self.synthetic_data.parent.mkdir(parents=True)
+        self.synthetic_data.parent.mkdir()
         document, scale = 8 * self.scale.seq, self.scale
         num_documents = 2 + 2 * scale.training_steps * scale.micro_batch_size * self.num_ranks * scale.seq // document
         generator = np.random.default_rng(0)

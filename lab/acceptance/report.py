@@ -9,10 +9,9 @@ from pathlib import Path
 
 from rich.table import Column, Table
 
-from lab.acceptance.child import ROOT
 from lab.acceptance.figures import Figure, PartResult
 from lab.acceptance.plan import Plan
-from lab.pages.markdown import table
+from lab.pages.markdown import ROOT, table
 
 DOCS = ROOT / "docs" / "results"
 HEADINGS = "part and figures", "measured", "required", ""

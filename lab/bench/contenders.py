@@ -37,7 +37,6 @@ CORE = Hardware(tflops=0.06, memory_gb_per_second=8.0)  # one core of a server, 
 class Contender:
     """A model with its optimizer. `model(tokens, targets)` returns the mean loss."""
 
-    name: str
     model: nn.Module
     update: Callable[[], object]  # clips gradients, steps the optimizer, and clears gradients
     backward: Callable[[Tensor], object] = Tensor.backward
@@ -62,38 +61,38 @@ class Terms:
     budget_gb: float  # of plans of activations
 
 
-def zero(name: str, model: nn.Module, terms: Terms, *, stage: int, offload: OffloadConfig = NO_OFFLOAD) -> Contender:
+def zero(model: nn.Module, terms: Terms, *, stage: int, offload: OffloadConfig = NO_OFFLOAD) -> Contender:
     engine = ZeroDataParallel(model, terms.mesh.data, replace(terms.zero, stage=stage), offload=offload)
     optimizer = ZeroOptimizer(engine, AdamW, clip_norm=CLIP_NORM, lr=LR, fused=True)
-    return Contender(name, engine, optimizer.step)
+    return Contender(engine, optimizer.step)
 
 
-def same_bits(name: str, model: nn.Module, terms: Terms, *, stage: int) -> Contender:
+def same_bits(model: nn.Module, terms: Terms, *, stage: int) -> Contender:
     """Build a stage as train.reproducible=layout does, with one block for each unit that adds micro-batches."""
     num_blocks = terms.mesh.data.size if stage < 2 else 1
     config = replace(terms.zero, sum_over_ranks="leaves", leaf_blocks=num_blocks)
-    return zero(name, model, replace(terms, zero=config), stage=stage)
+    return zero(model, replace(terms, zero=config), stage=stage)
 
 
-def recomputed(name: str, model: nn.Module, terms: Terms, *, stage: int) -> Contender:
+def recomputed(model: nn.Module, terms: Terms, *, stage: int) -> Contender:
     """Build a stage that keeps the inputs of the blocks of a GPT, and computes each block again."""
     assert isinstance(model, GPT), "--model=gpt has such blocks"
     config = ActivationsConfig("keep", defragment=False)
     run_blocks = checkpointed_blocks(config, terms.mesh.tensor, next(model.parameters()).device)
     assert run_blocks is not None
     model.run_blocks = run_blocks
-    return zero(name, model, terms, stage=stage)
+    return zero(model, terms, stage=stage)
 
 
-def planned(name: str, model: nn.Module, terms: Terms, *, stage: int) -> Contender:
+def planned(model: nn.Module, terms: Terms, *, stage: int) -> Contender:
     """Build a stage that runs the blocks of a GPT by a plan of their activations."""
     assert isinstance(model, GPT), "--model=gpt has such blocks"
     device = next(model.parameters()).device
     PlannedBlocks(list(model.blocks), terms.budget_gb, CORE, device, terms.mesh.tensor)
-    return zero(name, model, terms, stage=stage)
+    return zero(model, terms, stage=stage)
 
 
-def muon(name: str, model: nn.Module, terms: Terms, *, stage: int, optimizer_type: type[Muon] = Muon) -> Contender:
+def muon(model: nn.Module, terms: Terms, *, stage: int, optimizer_type: type[Muon] = Muon) -> Contender:
     """Build a stage with Muon for the matrices of blocks, and AdamW for the rest."""
     engine = ZeroDataParallel(model, terms.mesh.data, replace(terms.zero, stage=stage))
     blocks = tuple(f"{unit}." for unit in find_units(model))
@@ -104,7 +103,7 @@ def muon(name: str, model: nn.Module, terms: Terms, *, stage: int, optimizer_typ
     optimizer = ZeroOptimizer(
         engine, optimizer_type, param_groups, tensor=terms.mesh.tensor, clip_norm=CLIP_NORM, lr=LR
     )
-    return Contender(name, engine, optimizer.step, has_adamw=False)
+    return Contender(engine, optimizer.step, has_adamw=False)
 
 
 class MuonWithoutIteration(Muon):
@@ -115,22 +114,22 @@ class MuonWithoutIteration(Muon):
 
 
 def ddp(
-    name: str, model: nn.Module, terms: Terms, *, fused: bool | None = True, adamw: Callable[..., Optimizer] = AdamW
+    model: nn.Module, terms: Terms, *, fused: bool | None = True, adamw: Callable[..., Optimizer] = AdamW
 ) -> Contender:
     engine = DistributedDataParallel(model, gradient_as_bucket_view=bool(fused))
     optimizer = adamw(engine.parameters(), lr=LR, fused=fused)
-    return Contender(name, engine, torch_update(engine, optimizer))
+    return Contender(engine, torch_update(engine, optimizer))
 
 
-def fsdp2(name: str, model: nn.Module, terms: Terms) -> Contender:
+def fsdp2(model: nn.Module, terms: Terms) -> Contender:
     """Build FSDP2, sharded by block as our stage 3 is."""
     for unit in reversed(find_units(model)):
         fully_shard(model.get_submodule(unit))
     optimizer = AdamW(model.parameters(), LR, fused=True)
-    return Contender(name, model, torch_update(model, optimizer))
+    return Contender(model, torch_update(model, optimizer))
 
 
-def deepspeed(name: str, model: nn.Module, terms: Terms, *, stage: int, offloads: bool = False) -> Contender:
+def deepspeed(model: nn.Module, terms: Terms, *, stage: int, offloads: bool = False) -> Contender:
     """Build DeepSpeed with its defaults and torch's AdamW, which it accepts on CPUs too."""
     from deepspeed import initialize  # optional: docs/results/step_time.md says how to install it
 
@@ -147,11 +146,11 @@ def deepspeed(name: str, model: nn.Module, terms: Terms, *, stage: int, offloads
         places = ("offload_optimizer", "offload_param") if stage == 3 else ("offload_optimizer",)
         settings["zero_optimization"] |= {place: {"device": "cpu"} for place in places}
     engine, *_ = initialize(model=model, optimizer=optimizer, config=settings)
-    return Contender(name, engine, engine.step, backward=engine.backward)
+    return Contender(engine, engine.step, backward=engine.backward)
 
 
 ON_HOST = OffloadConfig("host")
-CONTENDERS: dict[str, Callable[[str, nn.Module, Terms], Contender]] = {
+CONTENDERS: dict[str, Callable[[nn.Module, Terms], Contender]] = {
     "ddp-default": partial(ddp, fused=None),
     "ddp-fused": ddp,
     "ddp-zero-redundancy": partial(ddp, adamw=partial(ZeroRedundancyOptimizer, optimizer_class=AdamW)),

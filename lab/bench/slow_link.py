@@ -40,6 +40,7 @@ def main() -> None:
     options = parser.parse_args()
     if reason := testbed_problem():
         sys.exit(f"skipped: {reason}")
+    options.output.parent.mkdir(parents=True, exist_ok=True)
     rows = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

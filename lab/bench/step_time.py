@@ -27,6 +27,7 @@ from gpt.shape.config import ModelConfig
 from lab.bench.contenders import CONTENDERS, Contender, Terms
 from lab.bench.rounds import bytes_sent, in_rounds, quartiles, ratios, timed
 from lab.bench.save_time import process_memory
+from lab.pages.markdown import table
 from parallel.mesh import Axis, Mesh
 from parallel.tensor.token_layout import ReplicatedTokens
 from parallel.world import World, start_world, stop_world
@@ -68,7 +69,7 @@ def parse_options() -> argparse.Namespace:
     add("--hidden", type=int, default=384, help="width of the model; a head has a width of 64")
     add("--vocab", type=int, default=8192)
     add("--seq", type=int, default=256, help="tokens of a sequence")
-    add("--json", help="file for all measured numbers")
+    add("--json", type=Path, help="file for all measured numbers")
     options = parser.parse_args()
     if unknown := set(options.contenders) - CONTENDERS.keys():
         parser.error(f"--contenders: {', '.join(unknown)} is unknown; choose from {', '.join(CONTENDERS)}")
@@ -138,7 +139,7 @@ def make_batches(options: argparse.Namespace, world: World) -> Tensor:
     return (options.vocab * torch.rand(shape, generator=generator) ** 8).long().to(world.device)
 
 
-def build_contenders(options: argparse.Namespace, world: World, mesh: Mesh, batches: Tensor) -> list[Contender]:
+def build_contenders(options: argparse.Namespace, world: World, mesh: Mesh, batches: Tensor) -> dict[str, Contender]:
     """Build and warm up the contenders one after the other. The memory of each is its peak above the memory in use."""
     names = "bucket_numel", "defragment", "overlap_gather"
     config = ZeroConfig(**{name: getattr(options, name) for name in names})
@@ -149,20 +150,20 @@ def build_contenders(options: argparse.Namespace, world: World, mesh: Mesh, batc
     # Allocates workspaces that are never freed, and must count for no contender.
     template(batches[0, :, :-1], batches[0, :, 1:]).backward()
     template.zero_grad()
-    contenders = []
+    contenders = {}
     for name in options.contenders:
         return_freed_memory(at_least_bytes=2**16)
         before = reset_peak_memory(world.device)
         model = copy.deepcopy(template)
         if options.compile == "blocks":
             compile_blocks(model)
-        contender = CONTENDERS[name](name, model, terms)
+        contender = CONTENDERS[name](model, terms)
         train_steps(contender, batches, 2)
         reset_peak_memory(world.device)  # the peak of building is not that of a step
         train_steps(contender, batches, options.warmup)
         contender.memory_bytes = peak_memory_bytes(world.device) - before
         return_freed_memory(at_least_bytes=LARGEST_MMAP_THRESHOLD)
-        contenders.append(contender)
+        contenders[name] = contender
     return contenders
 
 
@@ -217,28 +218,28 @@ def peak_memory_bytes(device: torch.device) -> int:
     return process_memory("VmHWM")
 
 
-def compare(contenders: list[Contender], options: argparse.Namespace, world: World, batches: Tensor) -> list[Row]:
+def compare(contenders: dict[str, Contender], options: argparse.Namespace, world: World, batches: Tensor) -> list[Row]:
     """Measure all rounds and return one row a contender. Ratios are to the faster DDP, round by round."""
-    measured = {one.name: partial(measure_block, one, batches, options.steps, world) for one in contenders}
+    measured = {name: partial(measure_block, one, batches, options.steps, world) for name, one in contenders.items()}
     blocks = in_rounds(measured, options.rounds)
     seconds = {name: [block.seconds for block in found] for name, found in blocks.items()}
     cpu_seconds = {name: [block.cpu_seconds for block in found] for name, found in blocks.items()}
-    candidates = BASELINES & seconds.keys() or {contenders[0].name}
+    candidates = BASELINES & seconds.keys() or {options.contenders[0]}
     baseline = min(candidates, key=lambda name: statistics.median(seconds[name]))
-    losses = {contender.name: mean_over_ranks(contender.losses) for contender in contenders}
-    parameter_bytes = sum(param.nbytes for param in contenders[0].model.parameters())
+    losses = {name: mean_over_ranks(one.losses) for name, one in contenders.items()}
+    parameter_bytes = sum(param.nbytes for param in next(iter(contenders.values())).model.parameters())
     return [
         Row(
-            one.name,
-            one.name == baseline,
-            1000 * statistics.median(seconds[one.name]),
-            ratios(seconds[one.name], seconds[baseline]),
-            ratios(cpu_seconds[one.name], cpu_seconds[baseline]),
-            statistics.median(block.wire_bytes for block in blocks[one.name]) / parameter_bytes,
+            name,
+            name == baseline,
+            1000 * statistics.median(seconds[name]),
+            ratios(seconds[name], seconds[baseline]),
+            ratios(cpu_seconds[name], cpu_seconds[baseline]),
+            statistics.median(block.wire_bytes for block in blocks[name]) / parameter_bytes,
             one.memory_bytes / 2**20,
-            (losses[one.name] - losses[baseline]).abs().max().item() if one.has_adamw else None,
+            (losses[name] - losses[baseline]).abs().max().item() if one.has_adamw else None,
         )
-        for one in contenders
+        for name, one in contenders.items()
     ]
 
 
@@ -249,20 +250,18 @@ def mean_over_ranks(losses: list[Tensor]) -> Tensor:
     return means.cpu() / dist.get_world_size()
 
 
-def table(rows: list[Row]) -> str:
-    head = f"{'':29}{'ms':>9}  {'x baseline':>10}  {'quartiles':>14}  {'min, max':>14}  "
-    lines = [head + f"{'cpu':>5} {'wire':>5} {'MiB':>6}  loss"]
+def result_lines(rows: list[Row]) -> list[str]:
+    """Return the table of the result, as the pages of docs/results have it."""
+    lines = []
     for row in rows:
-        low, median, high = quartiles(row.ratios)
-        cpu = statistics.median(row.cpu_ratios)
-        loss = "-" if row.loss_difference is None else f"{row.loss_difference:.1e}"
-        lines.append(
-            f"{row.name + ' (baseline)' * row.is_baseline:29}{row.milliseconds:9.1f}  "
-            f"{median:10.3f}  {low:6.3f}, {high:6.3f}  "
-            f"{min(row.ratios):6.3f}, {max(row.ratios):6.3f}  "
-            f"{cpu:5.3f} {row.wire_x_parameters:5.2f} {row.memory_mib:6.0f}  {loss}"
-        )
-    return "\n".join(lines)
+        of_time, loss = quartiles(row.ratios), row.loss_difference
+        name = row.name + " (baseline)" * row.is_baseline
+        spread = f"{of_time.low:.3f}, {of_time.high:.3f}", f"{min(row.ratios):.3f}, {max(row.ratios):.3f}"
+        others = f"{statistics.median(row.cpu_ratios):.3f}", f"{row.wire_x_parameters:.2f}", f"{row.memory_mib:.0f}"
+        loss_cell = "-" if loss is None else f"{loss:.1e}"
+        lines.append([name, f"{row.milliseconds:.1f}", f"{of_time.median:.3f}", *spread, *others, loss_cell])
+    headings = "", "ms", "x baseline", "quartiles", "min, max", "CPU", "wire, x parameters", "peak MiB", "loss"
+    return table(headings, lines)
 
 
 def main() -> None:
@@ -276,10 +275,11 @@ def main() -> None:
     rows = compare(contenders, options, world, batches)
     if world.is_first:
         print(f"{world.size} ranks on {world.device.type}, torch {torch.__version__}, load {os.getloadavg()[0]:.1f}")
-        print(table(rows))
+        print(*result_lines(rows), sep="\n")
         if options.json:
             result = {"settings": vars(options) | {"json": None}, "rows": [asdict(row) for row in rows]}
-            Path(options.json).write_text(json.dumps(result, indent=1))
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+            options.json.write_text(json.dumps(result, indent=1))
     stop_world()
     tolerance = LOSS_TOLERANCE[options.precision]
     differences = (row.loss_difference for row in rows if row.loss_difference is not None)

@@ -38,7 +38,7 @@ from gpt.settings.parser import parse_settings
 from gpt.settings.settings import Settings
 from lab.pages.markdown import table
 from lab.pages.plots import plot
-from parallel.config_files import parse_yaml
+from parallel.config_files import read_section
 from parallel.errors import ConfigError, exit_on_config_error
 from parallel.launch.preflight import split_words
 
@@ -111,8 +111,8 @@ class Study:
     """The runs of a study, in the folder `output`. `chosen` are the names of some variants; `more` options are last."""
 
     def __init__(self, path: Path, output: Path, chosen: Sequence[str] = (), more: Sequence[str] = ()):
-        found = parse_yaml(path.read_text(), str(path))
-        if missing := {"options", "corpora", "seeds", "variants"} - found.keys():
+        found = read_section(path, f"study {path}")
+        if missing := {"options", "corpora", "seeds", "variants"} - {name for name, value in found.items() if value}:
             raise ConfigError(f"{path} has no {', '.join(sorted(missing))}; see python -m lab.bench.study --help")
         self._runs: dict[tuple[str, ...], Run] = {}  # by their options: each reads its settings once
         self._output, self._options, self._more = output, shlex.split(found["options"]), more
@@ -328,5 +328,5 @@ def main(words: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    with exit_on_config_error():
+    with exit_on_config_error(OSError):  # of the launch command, too
         main(sys.argv[1:])

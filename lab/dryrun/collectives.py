@@ -26,7 +26,7 @@ def read_profile(path: Path) -> list[dict[str, Any]]:
     found = [file for file in files if file.is_file()]
     try:
         return json.loads(found[0].read_text())["collectives"]
-    except (IndexError, OSError, ValueError, KeyError) as error:
+    except (IndexError, OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{path} has no profile of collectives; name the folder of a real run past its step profile."
             f"collectives_step, which writes {PROFILE}, or of a dry run, which writes {REPORT}"

@@ -150,7 +150,7 @@ def headline(report: dict[str, Any]) -> str:
         host = [f"{on_host:,.1f} GB on a node's host: {host_fits} its {of_host:,.0f} GB"] if on_host >= 0.05 else []
         lines[-1] += f": {verdict} the {available / 1e9:,.2f} GB of {cluster.name},"
         lines += [
-            f"beside {cluster.reserved_gb:.2g} GB for CUDA and NCCL",
+            f"beside {cluster.reserved_gb:g} GB for CUDA and NCCL",
             *host,
             f"projected step {seconds(step['seconds'])}, {step['hardware_tflops_per_device']:.1f} TFLOPs per device, "
             f"MFU {100 * step['mfu']:.1f}%{cluster.remark}",

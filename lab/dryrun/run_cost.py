@@ -1,5 +1,6 @@
-"""Cost of a whole run: tokens, days, GPU hours, and money if the cluster file has a price."""
+"""Length and cost of a whole run: steps, tokens, days, GPU hours, and money if the cluster file has a price."""
 
+import math
 from dataclasses import dataclass
 from typing import Self
 
@@ -7,6 +8,7 @@ from gpt.monitor.units import count, duration
 from gpt.settings.schedule import consumed_samples_after
 from gpt.settings.settings import Settings
 from lab.measure.cluster import ClusterSpec
+from parallel.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -34,3 +36,14 @@ class RunCost:
     def __str__(self) -> str:
         price = "" if self.dollars is None else f", {self.dollars:,.0f} dollars"
         return f"{count(self.tokens)} tokens in {duration(self.seconds)}, {self.gpu_hours:,.0f} GPU hours{price}"
+
+
+def steps_for(tokens: float, settings: Settings) -> int:
+    """Return the number of steps that so many tokens take. Raise ConfigError if there are none."""
+    if not 0 < tokens < math.inf:
+        raise ConfigError(f"{tokens:g} tokens are no length of a run; choose a number above 0")
+    samples, train = math.ceil(tokens / settings.model.seq_length), settings.train
+    steps = 0
+    while (missing := samples - consumed_samples_after(train.batch, steps)) > 0:
+        steps += -(-missing // train.global_batch_size)  # exact but for smaller batches at the start
+    return steps

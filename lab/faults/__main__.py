@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lab.faults.faults import FAULTS, Outcome, Round, WrongError
-from lab.faults.runs import Steps, prepare_corpus, run_under
+from lab.faults.runs import Steps, prepare_corpus, start
 
 
 def undisturbed_in(folder: Path) -> Callable[[Mapping[str, object], int], Steps]:
@@ -32,7 +32,7 @@ def undisturbed_in(folder: Path) -> Callable[[Mapping[str, object], int], Steps]
         training = {k: v for k, v in settings.items() if not k.startswith(("checkpoint.", "run.", "guard."))}
         key = json.dumps([num_ranks, training], default=str)
         if key not in found:
-            found[key] = run_under(training, folder / f"undisturbed-{len(found)}", [], num_ranks)
+            found[key] = start(training, folder / f"undisturbed-{len(found)}", num_ranks=num_ranks).run_to_end()
         return found[key]
 
     return steps_of
@@ -55,10 +55,10 @@ def main() -> int:
             of_round = folder / f"round-{number}"
             of_round.mkdir()
             this = Round(random.Random(f"{options.seed} {number}"), of_round, corpus, undisturbed)
-            start = time.perf_counter()
+            begin = time.perf_counter()
             outcome = run_round(fault, this)
             outcomes[fault].append(outcome)
-            said = f"{outcome.verdict}: {outcome.detail}, {time.perf_counter() - start:.0f} s"
+            said = f"{outcome.verdict}: {outcome.detail}, {time.perf_counter() - begin:.0f} s"
             console.print(f"{number:>4} {fault}: {said}", markup=False, highlight=False, soft_wrap=True)
     console.print(table(outcomes))
     return int(any(outcome.is_wrong for of_fault in outcomes.values() for outcome in of_fault))

@@ -5,9 +5,9 @@ torchrun --nproc_per_node=2 --max-restarts=2 -m lab.faults.failing_run \
 
 A fault is ATTEMPT:RANK:POINT:NUMBER:ACTION. When the launcher starts the job for the ATTEMPTth time (from 0), rank RANK
 does ACTION (without it, kill) when it reaches POINT for the NUMBERth time, or, if POINT is "moment", NUMBER
-milliseconds after it has begun to resume. An action is one of `ACTIONS`, or TARGET.BIT, which flips a bit of a
-gradient, a weight, a master weight or a moment: see lab/faults/flips.py. This script wraps the functions at the
-points; the program itself has no code for faults.
+milliseconds after it has begun to resume. An action is one of `ACTIONS`, or at POINT "step" TARGET.BIT, which flips a
+bit of a gradient, a weight, a master weight or a moment: see lab/faults/flips.py. This script wraps the functions at
+the points; the program itself has no code for faults.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import threading
+from argparse import ArgumentTypeError
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -97,13 +98,16 @@ class Fault:
 
     @classmethod
     def parse(cls, text: str) -> "Fault":
-        """Return the fault of a description. Raises ValueError."""
+        """Return the fault of a description. Raises ValueError or ArgumentTypeError."""
         attempt, rank, point, number, *action = text.split(":")
         fault = cls(int(attempt), int(rank), point, int(number), *action)
         if fault.point not in (*POINTS, MOMENT, STEP):
-            raise ValueError(f"{point} is not a point; choose one of {', '.join([*POINTS, MOMENT, STEP])}")
-        if fault.action not in ACTIONS and fault.action.partition(".")[0] not in TARGETS:
-            raise ValueError(f"{fault.action} is not an action; choose one of {', '.join([*ACTIONS, *TARGETS])}")
+            raise ArgumentTypeError(f"{point} is not a point; choose one of {', '.join([*POINTS, MOMENT, STEP])}")
+        target, _, bit = fault.action.partition(".")
+        is_known = target in TARGETS and bit.isdigit() if point == STEP else fault.action in ACTIONS
+        if not is_known:
+            choices = [f"{target}.BIT" for target in TARGETS] if point == STEP else ACTIONS
+            raise ArgumentTypeError(f"{fault.action} is no action at {point}; choose one of {', '.join(choices)}")
         return fault
 
     def __str__(self) -> str:

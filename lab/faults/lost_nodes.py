@@ -181,6 +181,8 @@ def main() -> int:
     parser.add_argument("--by", default="kill", choices=get_args(By), help="link: with three nodes")
     parser.add_argument("--beside_checkpoints", action="store_true", help="go on from checkpoints, too")
     options = parser.parse_args()
+    if options.lose != 1 and (options.beside_checkpoints or options.by == "link"):
+        parser.error(f"--lose={options.lose} has no --beside_checkpoints and no --by link; choose --lose=1")
     if reason := testbed_problem():
         sys.exit(f"skipped: {reason}")
     num_wrong, seconds = 0, defaultdict[str, list[float]](list)

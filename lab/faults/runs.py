@@ -134,11 +134,6 @@ def logged_steps(run_dir: Path) -> Steps:
     return [(record["step"], record["loss"], record["grad_norm"]) for record in map(json.loads, lines)]
 
 
-def run_under(arguments: dict[str, object], run_dir: Path, faults: Sequence[Fault], num_ranks: int = 2) -> Steps:
-    """Return the steps of a run that the launcher restarts after each of `faults`. Raises RuntimeError if it fails."""
-    return start(arguments, run_dir, faults, num_ranks=num_ranks, num_restarts=len(faults)).run_to_end()
-
-
 def prepare_corpus(folder: Path) -> Path:
     """Prepare a corpus of a few thousand tokens and return its PREFIX."""
     text = folder / "text"

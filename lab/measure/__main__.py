@@ -71,7 +71,7 @@ def describe(by_rank: Sequence[Measured], expected: ClusterSpec | None) -> list[
     for axis in (INSIDE, ACROSS):
         lines += _summary(f"along the {axis} axis", of_job, axis)
     flops = sorted(found.device.flops_per_second / 1e12 for found in rates)
-    lines.append(f"devices: {flops[0]:.3g} to {flops[-1]:.3g} TFLOPs in half precision")
+    lines.append(f"devices: {flops[0]:,.4g} to {flops[-1]:,.4g} TFLOPs in half precision")
     slow = slow_links(links, _kind_of, partial(_expected_rate, expected, len(rates))) + slow_links(of_job, _kind_of)
     node_of = {found.rank: found.node for found in rates}
     peak = expected.peak_half_tflops * expected.gemm_fraction * 1e12 if expected else 0.0

@@ -80,6 +80,11 @@ class ClusterSpec:
             curves = [curve if isinstance(curve, Curve) else Curve.read(name, curve) for curve in getattr(self, name)]
             object.__setattr__(self, name, tuple(curves))
         check_fields(self)
+        if self.collective_multiprocessors >= self.num_multiprocessors:
+            raise ConfigError(
+                f"ClusterSpec.collective_multiprocessors={self.collective_multiprocessors} leaves kernels none of "
+                f"num_multiprocessors={self.num_multiprocessors}; choose less"
+            )
 
     @classmethod
     def load(cls, path: str | Path) -> Self:

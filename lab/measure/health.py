@@ -104,9 +104,9 @@ def slow_devices(by_rank: Sequence[Rates], expected_flops: float = 0.0) -> list[
             flops, num_bytes = found.device.flops_per_second, found.device.memory_bytes_per_second
             name = f"slow device: rank {found.rank} on {found.node}"
             if flops < least_flops:
-                faults.append((found.node, f"{name}: {flops / 1e12:.3g} TFLOPs"))
+                faults.append((found.node, f"{name}: {flops / 1e12:,.4g} TFLOPs"))
             if num_bytes < least_bytes:
-                faults.append((found.node, f"{name}: {num_bytes / BYTES_PER_GB:.3g} GB/s of memory"))
+                faults.append((found.node, f"{name}: {num_bytes / BYTES_PER_GB:,.4g} GB/s of memory"))
     return faults
 
 

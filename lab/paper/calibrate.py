@@ -8,7 +8,7 @@ The two rows of 1.5B determine `gemm_fraction`, because they mostly compute. The
 
 from lab.measure.cluster import ClusterSpec
 from lab.measure.fit import Constants, fitted, with_constants
-from lab.paper.experiments import CLUSTER_FILE, experiments, parsed
+from lab.paper.experiments import CLUSTER_FILE, experiments
 from lab.planner.depth import extrapolate, shallow_runs
 
 CALIBRATED = "1.5b-zero-400", "1.5b-baseline-400", "60b-baseline-384"  # rows of Figure 2
@@ -17,7 +17,7 @@ BEFORE = {"gemm_fraction": 0.5, "node_fraction": 0.5}
 
 def calibrated(cluster: ClusterSpec) -> ClusterSpec:
     rows = [experiment for experiment in experiments("figure2") if experiment.name in CALIBRATED]
-    runs = [shallow_runs(parsed(experiment.settings(), experiment.num_gpus)) for experiment in rows]
+    runs = [shallow_runs(experiment.settings()) for experiment in rows]
 
     def errors(constants: Constants) -> list[float]:
         chosen, found = with_constants(cluster, constants), []

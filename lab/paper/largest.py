@@ -5,12 +5,11 @@ alike, and an interrupted search continues from the runs that have ended.
 """
 
 import argparse
-import json
 import subprocess
 import sys
 from pathlib import Path
 
-from gpt.run_folder.files import METRICS
+from gpt.run_folder.files import METRICS, read_steps
 from lab.planner.search import largest
 from parallel.errors import ConfigError, exit_on_config_error
 
@@ -20,11 +19,9 @@ RUNS = Path("runs/paper/largest")
 
 def outcome(folder: Path) -> bool | None:
     """Return True if the run in `folder` trained to its end, False if it ran out of memory, otherwise None."""
-    metrics = folder / METRICS
-    records = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
-    if any(record.get("out_of_memory") for record in records):
+    if (folder / METRICS).exists() and '"out_of_memory": true' in (folder / METRICS).read_text():
         return False
-    return True if any(record["step"] == STEPS for record in records) else None
+    return True if any(record["step"] == STEPS for record in read_steps(folder)) else None
 
 
 def main(arguments: list[str]) -> None:
@@ -52,7 +49,7 @@ def main(arguments: list[str]) -> None:
         print(f"{num_layers} layers {'fit' if found else 'do not fit'}", flush=True)
         return found
 
-    with exit_on_config_error():
+    with exit_on_config_error(OSError):
         print(f"{largest(fits, options.first, options.step)} layers are the most that fit")
 
 

@@ -2,9 +2,10 @@
 
 import csv
 
+from gpt.settings.settings import Settings
 from lab.measure.cluster import RESERVED_BYTES
 from lab.pages.markdown import table
-from lab.paper.experiments import GRADIENT_TYPES, OF_THE_PAPER, PAPER
+from lab.paper.experiments import CONFIGS, PAPER, parsed
 from lab.paper.plots import Series, plot_bars
 from lab.paper.results import CLUSTER, Part, line_of, residual_bytes, results
 from zero.formulas.memory import formula
@@ -52,7 +53,7 @@ def table_2() -> Part:
         cells = []
         for stage, column in ((0, "measured_baseline_B"), (1, "measured_Pos_B")):
             print(f"table 2, tensor size {tensor_size}, stage {stage}", flush=True)
-            line = line_of(table_2_settings(tensor_size, data_size, stage), tensor_size * data_size)
+            line = line_of(table_2_settings(tensor_size, data_size, stage))
             parameters = line.at(line.max_layers(CLUSTER.gpu_memory_bytes - UNUSED_GB * 1e9)).parameters / 1e9
             errors.append(parameters / float(row[column]) - 1)
             cells += [row[column], f"{parameters:.2f} ({errors[-1]:+.0%})"]
@@ -65,16 +66,16 @@ def table_2() -> Part:
     return status, table([*headings, "dry run"], rows)
 
 
-def table_2_settings(tensor_size: int, data_size: int, stage: int) -> dict:
-    hidden_size = {1: 1920, 2: 3072, 4: 4096, 8: 6144, 16: 8192}[tensor_size]
-    return {
-        "model": {"num_layers": 24, "hidden_size": hidden_size, "num_heads": 32, **OF_THE_PAPER, "attention": "math"},
-        "data": {"path": "runs/data/openwebtext"},
-        "parallel": {"tensor_size": tensor_size},
-        "zero": {"stage": stage, "bucket_numel": None if stage == 0 else 2**25, **GRADIENT_TYPES},
-        "activations": {"store": "keep", "layers_per_checkpoint": 2},
-        "train": {"micro_batch_size": 1, "global_batch_size": data_size, "precision": "fp16"},
+def table_2_settings(tensor_size: int, data_size: int, stage: int) -> Settings:
+    options = {
+        "model.hidden_size": {1: 1920, 2: 3072, 4: 4096, 8: 6144, 16: 8192}[tensor_size],
+        "parallel.tensor_size": tensor_size,
+        "zero.stage": stage,
+        "zero.bucket_numel": "null" if stage == 0 else 2**25,
+        "train.global_batch_size": data_size,
     }
+    words = (f"--{name}={value}" for name, value in options.items())
+    return parsed(CONFIGS / "table2.yaml", tensor_size * data_size, *words)
 
 
 def figure_1() -> Part:

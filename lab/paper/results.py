@@ -4,9 +4,10 @@ from dataclasses import dataclass
 from functools import cache
 
 from gpt.run_folder.files import read_steps
+from gpt.settings.settings import Settings
 from lab.measure.cluster import ClusterSpec
 from lab.paper.calibrate import CALIBRATED
-from lab.paper.experiments import CLUSTER_FILE, ROOT, Experiment, experiments, parsed
+from lab.paper.experiments import CLUSTER_FILE, ROOT, Experiment, experiments
 from lab.planner.depth import DepthExtrapolation, Estimate, extrapolate, shallow_runs
 
 Part = tuple[str, list[str]]  # the status of a table or figure, and the lines of its section
@@ -47,9 +48,9 @@ class Result:
         return self.tflops / measured - 1 if measured and self.tflops else None
 
 
-def line_of(settings: dict, world_size: int) -> DepthExtrapolation:
+def line_of(settings: Settings) -> DepthExtrapolation:
     """Return the line through two dry runs, which are kept in KEPT_RUNS."""
-    return extrapolate(shallow_runs(parsed(settings, world_size), KEPT_RUNS), CLUSTER)
+    return extrapolate(shallow_runs(settings, KEPT_RUNS), CLUSTER)
 
 
 @cache
@@ -57,7 +58,7 @@ def results(figure: str) -> tuple[Result, ...]:
     found = []
     for experiment in experiments(figure):
         print(f"{experiment.figure} {experiment.name}", flush=True)
-        found.append(Result(experiment, line_of(experiment.settings(), experiment.num_gpus)))
+        found.append(Result(experiment, line_of(experiment.settings())))
     return tuple(found)
 
 

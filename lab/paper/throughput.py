@@ -3,10 +3,8 @@
 import statistics
 from collections.abc import Iterator, Sequence
 
-import yaml
-
 from lab.pages.markdown import table
-from lab.paper.experiments import CONFIGS, Experiment
+from lab.paper.experiments import CONFIGS, Experiment, parsed
 from lab.paper.plots import Series, plot_bars, plot_lines
 from lab.paper.results import Part, Result, line_of, measured_here, results
 
@@ -96,12 +94,12 @@ def figure_3() -> Part:
 
 def figure_5() -> Part:
     """Return what a dry run says of Turing-NLG, whose training is not repeated."""
-    settings = yaml.safe_load((CONFIGS / "turing-nlg-17b.yaml").read_text())
-    model, printed = settings["model"], 41.4
-    row = {"model": "17B", "gpus": "256", "layers": str(model["num_layers"]), "hidden": str(model["hidden_size"])}
-    row["total_batch"] = str(settings["train"]["global_batch_size"])
+    settings, printed = parsed(CONFIGS / "turing-nlg-17b.yaml", 256), 41.4
+    model = settings.model
+    row = {"model": "17B", "gpus": "256", "layers": str(model.num_layers), "hidden": str(model.hidden_size)}
+    row["total_batch"] = str(settings.train.global_batch_size)
     print("figure5", flush=True)
-    result = Result(Experiment("figure5", row), line_of(settings, 256))
+    result = Result(Experiment("figure5", row), line_of(settings))
     rate, peak = result.experiment.tflops(result.estimate.seconds), result.estimate.device_peak_bytes / 1e9
     line = (
         f"A dry run of one of its steps on 256 GPUs needs {peak:.1f} GB a GPU"

@@ -6,21 +6,16 @@ Steps of three models on H100 are projected, at stage 3 with one sequence on eac
 runs at two shallow depths, a plan's from one at the full depth.
 """
 
-import os
 from collections.abc import Iterator
 from dataclasses import replace
-from datetime import date
 from pathlib import Path
-
-import torch
 
 from gpt.settings.parser import parse_settings
 from lab.measure.cluster import ClusterSpec
-from lab.pages.markdown import table, with_blocks
+from lab.pages.markdown import ROOT, projected_here, table, write_blocks
 from lab.planner.layouts import CandidateLayout, Store
 from lab.planner.search import Search, show_progress
 
-ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/results/activations.md"
 CLUSTER = ClusterSpec.load(ROOT / "configs/clusters/hgx-h100.yaml")
 MODELS = {"gpt/1.3b": 1, "models/llama-3-8b": 8, "models/llama-3-70b": 64}  # {file in configs: nodes}
@@ -54,11 +49,7 @@ def rows(model: str, seq_length: int) -> Iterator[list[str]]:
 
 def main() -> None:
     found = [row for model in MODELS for seq_length in LENGTHS for row in rows(model, seq_length)]
-    made = (
-        f"Projected on {CLUSTER.name} on {date.today()}: {os.cpu_count()} CPU cores, torch {torch.__version__}, no GPU."
-    )
-    PAGE.write_text(with_blocks(PAGE.read_text(), {"stores": [*table(HEADINGS, found), "", made]}))
-    print(PAGE)
+    write_blocks(PAGE, {"stores": [*table(HEADINGS, found), "", projected_here(CLUSTER.name)]})
 
 
 if __name__ == "__main__":

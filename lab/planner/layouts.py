@@ -7,15 +7,15 @@ from typing import Any, Literal, Self, get_args
 
 from gpt.builder.activation_store import block_sum_bytes, sent_bytes, workload
 from gpt.builder.closed_forms import moment_bytes, parameters_of_rank
+from gpt.builder.train_state import check_mesh
 from gpt.kernels.documents import suits_kernel
 from gpt.settings.settings import Settings
-from gpt.shape.config import divides
 from gpt.shape.flops import hardware_flops
 from lab.dryrun.costs.collectives import MeshShape, group_along
 from lab.measure.cluster import ClusterSpec
 from parallel.comm_log import CommLog
 from parallel.errors import ConfigError
-from parallel.mesh import HALF_TYPES, Axis
+from parallel.mesh import HALF_TYPES, Axis, Mesh
 from zero.activations.choice import Hardware, Workload, bytes_on_device, exposed_seconds, model_parallel_volume
 from zero.activations.stores import STORES, StoreName
 from zero.formulas import memory
@@ -126,28 +126,24 @@ class Prediction:
 
 
 def predict(layout: CandidateLayout, settings: Settings, cluster: ClusterSpec, world_size: int) -> Prediction | None:
-    """Return the prediction, or None if the layout does not divide the world, the global batch or the model.
+    """Return the prediction, or None if a run refuses the layout.
 
-    It is None too for a layout that settings refuse, for a single group, and for local accumulation of a single
-    micro-batch, which is nothing.
+    It is None too for a single group, and for local accumulation of a single micro-batch, which is nothing.
     """
     train, context_size = settings.train, settings.parallel.context_size
     data_size, uneven = divmod(world_size, layout.tensor_size)
-    num_batch_ranks, uneven_context = divmod(data_size, context_size)
-    num_micro_batches, rest = divmod(train.global_batch_size, layout.micro_batch_size * max(1, num_batch_ranks))
-    if uneven or uneven_context or rest or not num_micro_batches:
-        return None
-    if not divides(settings.model, Axis("tensor", layout.tensor_size, 0, CommLog())):
-        return None
-    if layout.accumulate == "local" and num_micro_batches == 1:
-        return None
     group_size = layout.shard_size or data_size
     is_one_group = layout.shard_size is not None and group_size >= data_size
-    if is_one_group or data_size % group_size or group_size % context_size:
+    if uneven or is_one_group or data_size % group_size or group_size % context_size:
         return None
     try:
-        settings = layout.applied_to(settings).with_gradient_types(data_size)
+        settings = layout.applied_to(settings)
+        check_mesh(settings, mesh_of(layout, data_size, context_size))
+        settings = settings.with_gradient_types(data_size)
     except ConfigError:
+        return None
+    num_micro_batches = settings.train.num_micro_batches(data_size // context_size)
+    if layout.accumulate == "local" and num_micro_batches == 1:
         return None
     if layout.store == "planned":
         return _predict_planned(layout, settings, cluster, world_size)
@@ -164,6 +160,18 @@ def predict(layout: CandidateLayout, settings: Settings, cluster: ClusterSpec, w
         num_micro_batches,
         (least + offloading) * with_audits,
     )
+
+
+def mesh_of(layout: CandidateLayout, data_size: int, context_size: int) -> Mesh:
+    """Return the sizes of a layout as a mesh that cannot communicate."""
+    log = CommLog()
+    data, tensor, context = (
+        Axis(name, size, 0, log)
+        for name, size in (("data", data_size), ("tensor", layout.tensor_size), ("context", context_size))
+    )
+    if size := layout.shard_size:
+        data = replace(data, parts=(Axis("shard", size, 0, log), Axis("replica", data_size // size, 0, log)))
+    return Mesh(data, tensor, log, context)
 
 
 def _predict_planned(
@@ -337,9 +345,8 @@ def candidate_layouts(gpus_per_node: int, settings: Settings, fixed: Collection[
         stores_of_search.append("planned")
     division_names = "zero.accumulate", "parallel.shard_size", "zero.optimizer_over"
     tensors = values("parallel.tensor_size", tensor_sizes(gpus_per_node))
+    stores = values("activations.store", stores_of_search)
     for tensor_size, stage in product(tensors, values("zero.stage", STAGES)):
-        possible = (one for one in stores_of_search if one != "partition" or tensor_size > 1)
-        stores = values("activations.store", possible)
         # Left out: stage 2 that accumulates locally, which is stage 1, and groups that accumulate locally, since
         # reductions inside a node are fast.
         policy = STAGES[stage]

@@ -8,7 +8,6 @@ same. docs/dry_run.md describes the search.
 """
 
 import argparse
-import math
 import sys
 from collections.abc import Collection
 from dataclasses import replace
@@ -22,9 +21,9 @@ from gpt.monitor.console import make_console, print_table
 from gpt.monitor.units import COUNTS
 from gpt.settings.option_names import messages_in_option_names
 from gpt.settings.parser import given_settings, parse_settings
-from gpt.settings.schedule import consumed_samples_after
 from gpt.settings.settings import Settings
 from lab.dryrun.collectives import right_aligned
+from lab.dryrun.run_cost import steps_for
 from lab.measure.cluster import ClusterSpec
 from lab.planner.depth import Estimate
 from lab.planner.layouts import FIELDS, CandidateLayout, with_values
@@ -113,15 +112,12 @@ def constraints(arguments: list[str], num_ranks: int, free: list[str] | None) ->
 def with_tokens(settings: Settings, text: str) -> Settings:
     """Return the settings with as many steps as a number of tokens such as 300B takes."""
     sizes = {name: size for size, name in COUNTS if name}
+    number = text[:-1] if text[-1:] in sizes else text
     try:
-        tokens = float(text.rstrip("".join(sizes))) * sizes.get(text[-1:], 1)
+        tokens = float(number) * sizes.get(text[-1:], 1)
     except ValueError as error:
         raise ConfigError(f"--tokens={text} is no number of tokens; choose one such as 300B") from error
-    samples, train = math.ceil(tokens / settings.model.seq_length), settings.train
-    steps = 0
-    while (missing := samples - consumed_samples_after(train.batch, steps)) > 0:
-        steps += -(-missing // train.global_batch_size)  # exact but for smaller batches at the start
-    return replace(settings, train=replace(train, steps=steps))
+    return replace(settings, train=replace(settings.train, steps=steps_for(tokens, settings)))
 
 
 def write_settings(settings: Settings, path: Path) -> None:

@@ -79,7 +79,7 @@ def chosen_lines(fitting: Mapping[CandidateLayout, Estimate], search: Search) ->
     yield (
         f"{found.device_peak_bytes / 1e9:.1f} GB at the peak, {found.device_peak_bytes / cluster.gpu_memory_bytes:.0%} "
         f"of a GPU's {cluster.gpu_memory_bytes / 1e9:.1f} GB, of which {cluster.usable_gpu_bytes / 1e9:.1f} may be "
-        f"used: --reserved_gb={cluster.reserved_gb:.2g} is left free for CUDA, NCCL and gaps of the allocator"
+        f"used: --reserved_gb={cluster.reserved_gb:g} is left free for CUDA, NCCL and gaps of the allocator"
     )
     if found.budget_gb:
         yield f"of these blocks allocate {found.budget_gb:.4g} GB by their plan: activations.budget_gb"

@@ -8,7 +8,7 @@ Dry runs are kept in runs/published: the first time takes half an hour, later on
 from collections.abc import Sequence
 
 from lab.measure.fit import Constants
-from lab.pages.markdown import table, with_blocks
+from lab.pages.markdown import table, write_blocks
 from lab.published.calibrate import CALIBRATED, LATE_FITS, calibrated
 from lab.published.predict import NUM_JOBS, Prediction, record_all
 from lab.published.reproduce import constants_lines, error_lines, row_lines, variants_of
@@ -36,7 +36,7 @@ def ratio_lines(found: Sequence[Prediction]) -> list[str]:
     return table(["row", "of", "published", "predicted", "error"], lines)
 
 
-def page(rows: Sequence[Row]) -> str:
+def blocks(rows: Sequence[Row]) -> dict[str, list[str]]:
     before = {name: value for fit in LATE_FITS.values() for name, value in fit.before.items()}
     fitted_sources = {row.source for row in rows if row.id in CALIBRATED}
 
@@ -47,21 +47,19 @@ def page(rows: Sequence[Row]) -> str:
         return {name: value for gpu in LATE_FITS for name, value in calibrated(gpu, row.source).items()}
 
     variants = variants_of(rows, lambda row: before, without)
-    blocks = {
+    return {
         "errors": error_lines(variants, ["GPU", "products"], lambda row: (row.gpu, row.gemm_precision)),
         "constants": constants_lines({gpu: calibrated(gpu) for gpu in LATE_FITS}),
         "ratios": ratio_lines(variants["fitted"]),
         "rows": row_lines(variants, doubt=0),
         "doubt": row_lines(variants, doubt=1),
     }
-    return with_blocks(PAGE.read_text(), blocks)
 
 
 def main() -> None:
     rows = read_rows(LATE_ROWS)
     record_all(rows, NUM_JOBS)
-    PAGE.write_text(page(rows))
-    print(PAGE)
+    write_blocks(PAGE, blocks(rows))
 
 
 if __name__ == "__main__":

@@ -8,19 +8,15 @@ the first time takes minutes, later ones half a minute.
 """
 
 import argparse
-import math
-import os
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from datetime import date
 from multiprocessing import get_context
 
-import torch
-
 from gpt.monitor.units import count
-from lab.pages.markdown import table, with_blocks
+from lab.dryrun.run_cost import steps_for
+from lab.pages.markdown import projected_here, table, write_blocks
 from lab.planner.depth import Estimate
 from lab.planner.layouts import CandidateLayout
 from lab.planner.search import DEFAULT_TO_VERIFY, Search
@@ -71,7 +67,7 @@ def search_of(row: Row, num_to_verify: int = DEFAULT_TO_VERIFY) -> Search:
     tree = settings_tree(row)
     tree["zero"] = {name: value for name, value in tree["zero"].items() if name not in OF_THE_PROGRAM}
     settings = settings_of(tree, row.gpus)
-    steps = math.ceil(TOKENS_A_PARAMETER * row.parameters / (settings.train.global_batch_size * row.seq))
+    steps = steps_for(TOKENS_A_PARAMETER * row.parameters, settings)
     settings = replace(settings, train=replace(settings.train, steps=steps))
     kept = predict.KEPT_RUNS
     return Search(settings, cluster_of(row), row.gpus, num_to_verify=num_to_verify, kept_runs=kept)
@@ -102,7 +98,7 @@ def lines(comparisons: Sequence[Comparison]) -> list[str]:
     return table(f"{headings}, {more}".split(", "), [one.cells() for one in comparisons])
 
 
-def page(comparisons: Sequence[Comparison]) -> str:
+def blocks(comparisons: Sequence[Comparison]) -> dict[str, list[str]]:
     slowest = max(one.ratio for one in comparisons)
     num_fitting = sum(one.search.fits(one.of_best) for one in comparisons)
     summary = (
@@ -110,8 +106,7 @@ def page(comparisons: Sequence[Comparison]) -> str:
         f"{len(comparisons)} fit\nthe memory that CUDA and NCCL leave. A run costs what {TOKENS_A_PARAMETER} tokens a "
         "parameter take.\n"
     )
-    made = f"\nProjected on {date.today()}: {os.cpu_count()} CPU cores, torch {torch.__version__}, no GPU."
-    return with_blocks(PAGE.read_text(), {"layouts": [summary, *lines(comparisons), made]})
+    return {"layouts": [summary, *lines(comparisons), f"\n{projected_here()}"]}
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -123,8 +118,7 @@ def main(arguments: Sequence[str]) -> None:
     if unknown := [name for name in names if name not in by_id]:
         raise ConfigError(f"ROW={unknown[0]} is none of the {len(by_id)} rows of configs/published/rows.csv; name one")
     with ProcessPoolExecutor(NUM_JOBS, get_context("spawn")) as pool:
-        PAGE.write_text(page(list(pool.map(compare, [by_id[name] for name in names]))))
-    print(PAGE)
+        write_blocks(PAGE, blocks(list(pool.map(compare, [by_id[name] for name in names]))))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from lab.measure.fit import Constants, fitted, with_constants
-from lab.pages.markdown import table, with_blocks
+from lab.pages.markdown import table, write_blocks
 from lab.published.calibrate import ALL_FITS, CALIBRATED, FITS, calibrated
 from lab.published.predict import NUM_JOBS, Prediction, cluster_of, predict, record_all
 from lab.published.rows import ROOT, Row, read_rows
@@ -145,7 +145,7 @@ def needed_gbps(row: Row) -> float:
     return math.sqrt(low * high)
 
 
-def page(rows: Sequence[Row]) -> str:
+def blocks(rows: Sequence[Row]) -> dict[str, list[str]]:
     variants = variants_of(
         rows, lambda row: FITS[gpu_type(row)].before, lambda row: calibrated(gpu_type(row), row.source)
     )
@@ -158,7 +158,7 @@ def page(rows: Sequence[Row]) -> str:
         "Without a row's own source": variants["without"],
     }
     summary = [title_line(title, found) for title, found in titles.items()]
-    blocks = {
+    return {
         "errors": [*summary, "", *error_lines(variants, ["source"], lambda row: (row.source,))],
         "constants": constants_lines({gpu: calibrated(gpu) for gpu in FITS}),
         "effects": effect_lines(rows, variants["fitted"]),
@@ -166,14 +166,12 @@ def page(rows: Sequence[Row]) -> str:
         "network": network_lines(rows),
         "doubt": row_lines(variants, doubt=1),
     }
-    return with_blocks(PAGE.read_text(), blocks)
 
 
 def main() -> None:
     rows = read_rows()
     record_all(rows, NUM_JOBS)
-    PAGE.write_text(page(rows))
-    print(PAGE)
+    write_blocks(PAGE, blocks(rows))
 
 
 if __name__ == "__main__":

@@ -6,9 +6,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
+from lab.pages.markdown import ROOT
+from parallel.config_files import read_text
 from parallel.errors import ConfigError
 
-ROOT = Path(__file__).resolve().parents[2]
 ROWS = ROOT / "configs/published/rows.csv"
 LATE_ROWS = ROOT / "configs/published/fp8_rows.csv"
 HALF = "fp16", "bf16"
@@ -70,6 +71,8 @@ class Row:
     @classmethod
     def parse(cls, values: dict[str, str]) -> Self:
         """Return the row of a line of a CSV file. Unknown columns are left out, and empty ones have their default."""
+        if not values.get("id"):
+            raise ConfigError("a row has no id; name it")
         known = {field.name: field.type for field in fields(cls)}
         types: dict[Any, Any] = {int: lambda text: round(float(text)), float: float, str: str}
         found = {name: types[kind](values[name]) for name, kind in known.items() if values.get(name)}
@@ -181,5 +184,11 @@ def _windows(layers: int, seq: int) -> float:
 
 
 def read_rows(path: Path = ROWS) -> list[Row]:
-    with path.open() as file:
-        return [Row.parse(line) for line in csv.DictReader(file)]
+    """Return the rows of a file. Raises ConfigError, which names the line, if it has none or one is wrong."""
+    rows = []
+    for number, values in enumerate(csv.DictReader(read_text(path, str(path)).splitlines()), 2):
+        try:
+            rows.append(Row.parse(values))
+        except (ValueError, OverflowError) as error:
+            raise ConfigError(f"{path}, line {number}: {error}") from error
+    return rows

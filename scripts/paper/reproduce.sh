@@ -5,5 +5,4 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source scripts/setup.sh
 
-python -m lab.paper.experiments
 python -m lab.paper.reproduce "$@"

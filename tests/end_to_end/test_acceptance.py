@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import subprocess
 import sys
 import time
@@ -11,11 +12,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from gpt.run_folder.files import NUMBERS_OF_A_STEP, append_records
 from lab.acceptance import __main__ as acceptance
 from lab.acceptance.__main__ import main, run_parts
 from lab.acceptance.cases import cases_for
 from lab.acceptance.child import run_child
+from lab.acceptance.equality import NUM_MICRO_BATCHES, settings_of
 from lab.acceptance.figures import Figure
+from lab.acceptance.long_runs import long_run
 from lab.acceptance.machine import Machine
 from lab.acceptance.parts import Part, equality, parts
 from lab.acceptance.plan import Plan
@@ -25,8 +29,8 @@ from lab.measure.cluster import ClusterSpec
 from lab.measure.device_kernels import KERNELS
 from tests.programs import run_program, start_forked, wait_for_end
 from tests.ranks import run_ranks
+from tests.source_files import ROOT
 
-ROOT = Path(__file__).parents[2]
 PYTHON = [sys.executable, "-c"]
 MACHINE = Machine(0, "CPU", 0, "-", True, 2, "3", "2", "-", "-")
 HANG_SECONDS = 1800
@@ -143,6 +147,37 @@ def test_a_different_loss_fails(tmp_path):
     file.write_text("\n".join(json.dumps(row | {"ranks": 2, "is_delayed": True}) for row in rows))
     equal, largest = equality(Plan(MACHINE, 2, tmp_path), 2).read(tmp_path)
     assert (equal.value, equal.passed, largest.passed) == ("1 of 2; not: b", False, False)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(123456.7, "123,457 ms"), (524288000, "524,288,000 ms"), (1.23456, "1.235 ms"), ("no", "no ms")]
+)
+def test_a_figure_is_written_without_an_exponent(value, text):
+    assert Figure("what", value, "ms").text == text
+
+
+def test_a_long_run_with_a_loss_that_is_not_finite_fails(tmp_path):
+    numbers = dict.fromkeys(sorted(NUMBERS_OF_A_STEP), 1.0)
+    for stage in (0, 1):
+        records = [numbers | {"step": 1, "loss": math.nan if stage else 5.0}]
+        records += [numbers | {"step": 2, "loss": 4.0, "tokens": 10**9, "validation_loss": 4.0}]
+        append_records(tmp_path / f"long-fp32-stage-{stage}", records)
+    found = {figure.what: figure for figure in long_run(Plan(MACHINE, 2, tmp_path), "fp32", 1).read(tmp_path)}
+    assert found["difference from stage 0"].passed
+    not_finite = found["logged steps whose loss is not finite"]
+    assert (not_finite.value, not_finite.passed) == (1, False)
+
+
+@pytest.mark.parametrize("num_gpus", [1, 3, 6, 16])
+def test_every_number_of_ranks_that_is_compared_has_cases_whose_settings_divide(num_gpus, tmp_path):
+    plan = Plan(replace(MACHINE, num_gpus=num_gpus, gpu="NVIDIA H100"), num_gpus, tmp_path)
+    commands = [part.command for part in parts(plan) if part.name.startswith("equality")]
+    launched = [int(word.partition("=")[2]) for command in commands for word in command if "nproc" in word]
+    assert len(launched) == len(plan.world_sizes) + 1
+    for num_ranks in launched:
+        for case in cases_for(num_ranks):
+            train = settings_of(case, num_ranks).train
+            assert train.num_micro_batches(num_ranks // case.tensor_size) == NUM_MICRO_BATCHES
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])

@@ -12,11 +12,11 @@ import torch
 from parallel.mesh import Mesh
 from tests.distributed.zero.test_distributed_state import groups_of, module
 from tests.ranks import run_ranks
+from tests.source_files import ROOT
 from zero import ZeroConfig, ZeroDataParallel, ZeroOptimizer, load_distributed
 
 pytest.importorskip("deepspeed", reason="needs pip install deepspeed==0.19.8")
 pytestmark = pytest.mark.oracle
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def losses_here(folder: Path, stage: int, dtype: torch.dtype | None) -> list[float]:

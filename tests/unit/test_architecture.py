@@ -77,7 +77,7 @@ FLOORS = {
     "lab/bench":            "PRODUCT lab/pages lab/measure lab/dryrun lab/acceptance lab/faults",
     "lab/paper":            "PRODUCT lab/pages lab/measure lab/planner",
     "lab/published":        "PRODUCT lab/pages lab/measure lab/dryrun lab/dryrun/costs lab/planner",
-    "lab":                  "PRODUCT lab/pages lab/bench",
+    "lab":                  "PRODUCT lab/pages lab/dryrun lab/bench",
 
     "tests":                "PRODUCT lab/*",
 }

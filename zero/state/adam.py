@@ -73,9 +73,10 @@ def _problem(
     for param, state in states:
         if not state:  # a parameter that no rank has used yet, with skip_unused
             continue
-        if state.keys() != expected:
+        if not state.keys() >= expected:
             return f"a parameter has the states {sorted(state)}, {sorted(expected)} are needed"
-        if any(state[kind].shape != param.shape or not state[kind].is_floating_point() for kind in MOMENTS):
+        moments = [state[kind] for kind in state if kind != "step"]  # also the third one of amsgrad
+        if any(moment.shape != param.shape or not moment.is_floating_point() for moment in moments):
             return "moments differ from their weights in shape, or are integers"
         if "step" in expected and state["step"].shape:
             return "the counter of steps of a parameter is not a number"

@@ -36,7 +36,7 @@ OWN_FILE = re.compile(r"layout\.json|rank-[0-9]{5,}\.safetensors")
 REMEDY = "make room or choose another folder (a checkpoint of this name from before is untouched)"
 
 
-class Saver:
+class Saver(CheckpointWriter):
     """A saver of a model and its optimizer to folders, one at a time, while training goes on.
 
     All ranks make the same calls. If it is asynchronous, `start` returns when the state is copied to host memory, which
@@ -44,8 +44,7 @@ class Saver:
     """
 
     def __init__(self, model: ZeroDataParallel, optimizer: ZeroOptimizer | None = None, *, is_async: bool = True):
-        self._state = RankState(model, optimizer)
-        self._writer = CheckpointWriter(self._state, Publication(REMEDY, _replace), is_async=is_async)
+        super().__init__(RankState(model, optimizer), Publication(REMEDY, _replace), is_async=is_async)
 
     def start(self, folder: str | Path, extra: Mapping[str, Any] | None = None) -> None:
         """Wait for the save before this one, and begin to save to `folder`; a checkpoint that it holds is replaced.
@@ -57,18 +56,11 @@ class Saver:
         _check_json(extra, "extra")
         self.wait()
         final = Path(folder).absolute()
-        if self._state.mesh.rank == 0:  # before any rank writes
+        if self._rank == 0:  # before any rank writes
             shutil.rmtree(final.with_name(f".{final.name}.partial"), ignore_errors=True)
-        save = self._writer.agree(final, secrets.token_hex(6))
+        save = self.agree(final, secrets.token_hex(6))
         content = {"save": save, "extra": extra, "settings": _settings(self._state.optimizer)}
-        self._writer.start(final, content, f"save {save}", final.name)
-
-    def wait(self) -> Path | None:
-        """Wait until the save that `start` began is complete, and return its folder, or None if there is none.
-
-        Raises SaveError on all ranks if it failed on any.
-        """
-        return self._writer.wait()
+        self.begin(final, content, f"save {save}", final.name)
 
 
 def save(

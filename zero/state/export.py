@@ -9,7 +9,6 @@ import json
 import shutil
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -71,69 +70,54 @@ def _held_in_turn(tensors: Iterable[tuple[str, Tensor]], file_bytes: int) -> Ite
         yield held
 
 
-@dataclass(frozen=True)
-class WholeWeights:
-    """The whole weights of a model in training: its parameters, or the master weights of the last step.
+@torch.no_grad()
+def whole_weights(model: ZeroDataParallel, tensor: Axis, *, masters: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Iterate over (name, whole parameter), or its master weights of the last step, where the data rank is 0.
 
-    `tensor` is the axis along which the model itself is split. All ranks iterate together.
+    All ranks iterate together: the others only take part in unsharding. Parameters are unsharded over the data axis,
+    and those that are split are gathered over `tensor`, the axis along which the model itself is split.
     """
+    dims = split_dims(model.module)
+    for flat in model.flats:
+        for name, values in _unsharded(model, flat, masters=masters):
+            if model.data.rank > 0:
+                continue
+            own = values.detach().contiguous()
+            yield name, torch.cat(list(tensor.gather_by_rank(own)), dims[name]) if name in dims else own
 
-    model: ZeroDataParallel
-    tensor: Axis
-    masters: bool = False
 
-    @property
-    def is_first(self) -> bool:
-        """True on the rank that gets the values of the others."""
-        return self.model.data.rank == 0 and self.tensor.rank == 0
-
-    @property
-    def largest_unit_bytes(self) -> int:
-        """The bytes of the largest unit that is unsharded at once, on all tensor ranks."""
-        return max(flat.full.nbytes for flat in self.model.flats) * self.tensor.size
-
-    @torch.no_grad()
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Iterate over (name, whole parameter) where the data rank is 0; the other ranks only take part in unsharding.
-
-        Parameters are unsharded over the data axis, and those that are split are gathered over the tensor axis.
-        """
-        dims = split_dims(self.model.module)
-        for flat in self.model.flats:
-            for name, values in self._unsharded(flat):
-                if self.model.data.rank > 0:
-                    continue
-                own = values.detach().contiguous()
-                if name not in dims:
-                    yield name, own
-                    continue
-                yield name, torch.cat(list(self.tensor.gather_by_rank(own)), dims[name])
-
-    def _unsharded(self, flat: FlatParameters) -> Iterator[tuple[str, Tensor]]:
-        if not self.masters:
-            with self.model.gathered(flat.params[:1]):  # one parameter is enough to unshard the whole unit
-                yield from named_parameters_of(flat)
-            return
-        axis, full = self.model.shard_axis, torch.empty_like(flat.full, dtype=flat.buckets[0].master.dtype)
-        for bucket, ranges in zip(flat.buckets, flat.layout.buckets, strict=True):
-            shards = axis.gather_by_rank(bucket.master.to(full.device))
-            for rank, shard in enumerate(shards):
-                cut(full, ranges.shard(rank)).copy_(shard)
-        for span, param in zip(flat.layout.spans, flat.params, strict=True):
-            yield span.name, span.view(full, as_complex=param.is_complex())
+def _unsharded(model: ZeroDataParallel, flat: FlatParameters, *, masters: bool) -> Iterator[tuple[str, Tensor]]:
+    names = [span.name for span in flat.layout.spans]
+    if not masters:
+        with model.gathered(flat.params[:1]):  # one parameter is enough to unshard the whole unit
+            yield from zip(names, flat.params, strict=True)
+        return
+    full = torch.empty_like(flat.full, dtype=flat.buckets[0].master.dtype)
+    for bucket, ranges in zip(flat.buckets, flat.layout.buckets, strict=True):
+        for rank, shard in enumerate(model.shard_axis.gather_by_rank(bucket.master.to(full.device))):
+            cut(full, ranges.shard(rank)).copy_(shard)
+    for span, param in zip(flat.layout.spans, flat.params, strict=True):
+        yield span.name, span.view(full, as_complex=param.is_complex())
 
 
 def export_units(
-    output: Path, weights: WholeWeights, write: Write, file_bytes: int = FILE_BYTES, *, replaces: bool = False
+    output: Path,
+    model: ZeroDataParallel,
+    tensor: Axis,
+    write: Write,
+    file_bytes: int = FILE_BYTES,
+    *,
+    masters: bool = False,
+    replaces: bool = False,
 ) -> None:
-    """Let `write` write the whole parameters to a folder that is complete or does not exist. All ranks call it.
+    """Let `write` write `whole_weights` to a folder that is complete or does not exist. All ranks call it.
 
     The first rank calls `write`, with the most bytes of a file: no more than those of the largest unit, since it holds
     a file in memory. Raises OSError on the first rank if it cannot write, or if the folder holds files,
     unless `replaces`.
     """
-    parameters = iter(weights)
-    if not weights.is_first:
+    parameters = whole_weights(model, tensor, masters=masters)
+    if model.data.rank > 0 or tensor.rank > 0:
         deque(parameters, maxlen=0)  # only takes part in their collectives
         return
     partial = output.with_name(f".{output.name}.partial")
@@ -141,7 +125,8 @@ def export_units(
         if not replaces and output.exists() and any(output.iterdir()):
             raise FileExistsError(errno.EEXIST, "the folder is not empty; choose another one", str(output))
         shutil.rmtree(partial, ignore_errors=True)
-        write(partial, parameters, min(file_bytes, weights.largest_unit_bytes))
+        unit_bytes = max(flat.full.nbytes for flat in model.flats) * tensor.size
+        write(partial, parameters, min(file_bytes, unit_bytes))
         # The folder gets its final name only when it is complete.
         shutil.rmtree(output, ignore_errors=True)
         partial.rename(output)
@@ -150,10 +135,6 @@ def export_units(
         raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def named_parameters_of(flat: FlatParameters) -> Iterator[tuple[str, nn.Parameter]]:
-    return ((span.name, param) for span, param in zip(flat.layout.spans, flat.params, strict=True))
 
 
 def export(
@@ -197,8 +178,7 @@ def export(
 
     own = next(module.parameters()).dtype
     masters = dtype is not None and dtype.itemsize > own.itemsize
-    weights = WholeWeights(model, tensor or Axis.trivial("tensor"), masters)
-    export_units(output, weights, write, file_bytes)
+    export_units(output, model, tensor or Axis.trivial("tensor"), write, file_bytes, masters=masters)
 
 
 def full_state_dict(model: ZeroDataParallel, *, masters: bool = False) -> dict[str, Any]:
@@ -209,9 +189,8 @@ def full_state_dict(model: ZeroDataParallel, *, masters: bool = False) -> dict[s
     values are those of the master weights of the last step: in fp32, if the module is in bf16 or fp16.
     """
     state = model.module.state_dict(keep_vars=True)  # of parameters it reads no values
-    params = {name: param for flat in model.flats for name, param in named_parameters_of(flat)}
-    whole = WholeWeights(model, Axis.trivial("tensor"), masters)
-    full = {params[name]: value.to("cpu", copy=True) for name, value in whole}
+    whole = whole_weights(model, Axis.trivial("tensor"), masters=masters)
+    full = {model.module.get_parameter(name): value.to("cpu", copy=True) for name, value in whole}
     return {name: _value(value, full) for name, value in state.items()} if model.data.rank == 0 else {}
 
 

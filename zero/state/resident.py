@@ -6,8 +6,7 @@ from dataclasses import fields
 
 from torch import Tensor
 
-from zero.buckets.bucket import Bucket, ParamShard
-from zero.buckets.grad_shard import GradShard
+from zero.buckets.bucket import Bucket
 from zero.engine import ZeroDataParallel
 from zero.formulas.memory import ModelStates
 from zero.memory.placement import Placement
@@ -55,27 +54,29 @@ def _allocated(
     bucket: Bucket, optimizer: ZeroOptimizer | None, placement: Placement
 ) -> Iterator[tuple[str, Tensor, range]]:
     """Yield (kind, tensor, elements of the flat buffer that it has) of a bucket's states in the memory `placement`."""
-    start = bucket.shard.start
-    named = [("parameters", tensor) for tensor in _parameters(bucket.params, placement)]
-    if placement is Placement.ACCELERATOR and not bucket.params.persists:
-        named.append(("unsharded", bucket.params.full))
+    device, params = Placement.ACCELERATOR, bucket.params
+    found = [("parameters", params.full, bucket.elements, device)]
+    if not params.persists:
+        found = [("parameters", params.group_shard, bucket.group_shard, params.placement)]
+        found.append(("unsharded", params.full, bucket.elements, device))
+    if params.cached is not None:
+        found.append(("parameters", params.cached, bucket.group_shard, device))
     if optimizer is not None and bucket in optimizer.buckets:
-        # The owned gradients may be a part of the full ones, which are then counted.
-        gradients = sorted(_gradients(bucket.grads, placement), key=Tensor.numel)
-        by_storage = {tensor.untyped_storage().data_ptr(): tensor for tensor in gradients}
-        named += [("gradients", tensor) for tensor in by_storage.values()]
-        if bucket.optimizer_placement is placement:
-            # Without memory of their own, the master weights are the owned parameters.
-            if bucket.master.data_ptr() != bucket.params.owned.data_ptr():
-                named.append(("master", bucket.master))
-            for piece in optimizer.pieces_of(bucket):
-                for value in optimizer.inner.state.get(piece.param, {}).values():
-                    if isinstance(value, Tensor) and value.dim() > 0:
-                        yield "moments", value, range(start + piece.elements.start, start + piece.elements.stop)
-    for kind, tensor in named:
-        if tensor.untyped_storage().nbytes():
-            ranges = bucket.elements, bucket.group_shard, bucket.shard
-            yield kind, tensor, next(elements for elements in ranges if len(elements) <= tensor.numel())
+        grads, start = bucket.grads, bucket.shard.start
+        if grads.path.persists and grads.staged is not None:
+            found.append(("gradients", grads.staged, bucket.elements, device))
+        if not grads.path.owns_staged:
+            found.append(("gradients", grads.group_shard, bucket.group_shard, grads.placement))
+        if bucket.master is not params.owned:
+            found.append(("master", bucket.master, bucket.shard, grads.placement))
+        for piece in optimizer.pieces_of(bucket):
+            own = range(start + piece.elements.start, start + piece.elements.stop)
+            for value in optimizer.inner.state.get(piece.param, {}).values():
+                if isinstance(value, Tensor) and value.dim() > 0:
+                    found.append(("moments", value, own, grads.placement))
+    for kind, tensor, elements, of_tensor in found:
+        if of_tensor is placement and tensor.untyped_storage().nbytes():
+            yield kind, tensor, elements
 
 
 def buffer_bytes(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> dict[str, int]:
@@ -102,22 +103,6 @@ def gathered_bytes(model: ZeroDataParallel, prefetch_numel: int) -> int:
     itemsize = max((full.element_size() for full in transient), default=0)
     numels = sorted((full.numel() for full in transient), reverse=True)
     return itemsize * min(sum(numels), sum(numels[:2]) + prefetch_numel)
-
-
-def _parameters(shard: ParamShard, placement: Placement) -> Iterator[Tensor]:
-    """Yield the tensors of one bucket's parameters that stay allocated in the memory `placement` between steps."""
-    if placement is shard.placement:
-        yield shard.full if shard.persists else shard.group_shard
-    if placement is Placement.ACCELERATOR and shard.cached is not None:
-        yield shard.cached
-
-
-def _gradients(shard: GradShard, placement: Placement) -> Iterator[Tensor]:
-    """Yield the tensors of one bucket's gradients that stay allocated in the memory `placement` between steps."""
-    if placement is shard.placement:
-        yield shard.group_shard
-    if placement is Placement.ACCELERATOR and shard.path.persists and shard.staged is not None:
-        yield shard.staged
 
 
 def _num_bytes(tensors: Iterable[Tensor]) -> int:

@@ -67,7 +67,10 @@ class Publication:
 
 
 class CheckpointWriter:
-    """A writer of the checkpoints of a state, one at a time. All ranks of its mesh make the same calls."""
+    """A writer of the checkpoints of a state, one at a time. All ranks of its mesh make the same calls.
+
+    A class that derives from it decides, in a method `start`, what it saves and where, and calls `begin`.
+    """
 
     def __init__(self, state: RankState, publication: Publication, *, is_async: bool):
         self._state, self._publication = state, publication
@@ -85,7 +88,7 @@ class CheckpointWriter:
         self._wait_for(key)
         return self.store.get(key).decode()
 
-    def start(self, final: Path, content: Mapping[str, Any], save: str, title: str) -> None:
+    def begin(self, final: Path, content: Mapping[str, Any], save: str, title: str) -> None:
         """Begin to save the state to the folder `final`. Call `wait` before the next save.
 
         If the writer is asynchronous, this returns when the tensors are copied, and training may change them. Otherwise
@@ -113,7 +116,7 @@ class CheckpointWriter:
             thread.join()
 
     def wait(self) -> Path | None:
-        """Wait until the save that `start` began is complete, and return its folder, or None if there is none.
+        """Wait until the save that was begun is complete, and return its folder, or None if there is none.
 
         Raises SaveError on all ranks if it failed on any.
         """

@@ -235,17 +235,6 @@ def observe_dropout(is_split: bool) -> dict[str, bool]:
     }
 
 
-@pytest.mark.parametrize(("is_split", "stage"), [(False, 3), (True, 1)])
-def test_dropout_is_deterministic_and_replayed_by_recomputation(is_split, stage):
-    config = config_of(97, dropout=0.2)
-    plain, recomputed = (
-        run_ranks(4, train, config, 2, is_split, ZeroConfig(stage, 2000), 1, ActivationsConfig(store))
-        for store in ("none", "keep")
-    )
-    assert_same_bits(recomputed, plain)
-    assert plain[0].losses != train_whole(config_of(97), 2).losses
-
-
 def traffic_of_a_step(
     tensor_size: int, is_split: bool, activations: ActivationsConfig, stops_early: bool, num_layers: int = 3
 ) -> tuple[Counter, int]:

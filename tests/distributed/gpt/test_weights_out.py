@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from transformers import GPT2LMHeadModel
 
-from gpt.checkpoint.export import export_checkpoint, export_live
+from gpt.checkpoint.export import LiveExports, export_checkpoint
+from gpt.checkpoint.folder import Kept
 from gpt.generate import evaluation
 from gpt.pretrained import weights
 from gpt.pretrained.tensors import to_transformers
@@ -32,7 +33,7 @@ def train_and_export(case: LayoutCase, folder: Path) -> tuple[Tensor, list[int]]
         return to_transformers(*arguments)
 
     with mock.patch.object(weights, "to_transformers", watched):
-        export_live(state, folder / "live")
+        LiveExports(state, folder / "live", Kept(1), {}).export(2)
     save(state, folder, 2)
     with torch.no_grad(), evaluation(state.model):
         return state.model(IDS), num_gathered
@@ -53,7 +54,7 @@ def test_transformers_computes_the_logits_of_the_run(tmp_path, case):
     logits, num_gathered = results[0]
     assert len(num_gathered) == 4 + 12 * CONFIG.num_layers
     assert max(num_gathered) == (LARGEST_UNIT if case.stage == 3 else 0)
-    for folder in ("live", "offline"):
+    for folder in ("live/step-00000002", "offline"):
         theirs = GPT2LMHeadModel.from_pretrained(tmp_path / folder, dtype=torch.float64).eval()
         torch.testing.assert_close(theirs(IDS).logits, logits, rtol=1e-10, atol=1e-10)
     padding = 128 * CONFIG.hidden_size - CONFIG.vocab_size * CONFIG.hidden_size

@@ -251,8 +251,10 @@ class Branches(nn.Module):
         return x
 
 
-def groups_with_branches(config: ZeroConfig, offload: str) -> tuple[ZeroDataParallel, ZeroOptimizer]:
-    data = Mesh.create(tensor_size=1, shard_size=2, imitated_backend="nccl").data
+def groups_with_branches(
+    config: ZeroConfig, offload: str, shard_size: int = 2
+) -> tuple[ZeroDataParallel, ZeroOptimizer]:
+    data = Mesh.create(tensor_size=1, shard_size=shard_size, imitated_backend="nccl").data
     model = ZeroDataParallel(Branches(), data, config, offload=OffloadConfig(offload))
     return model, ZeroOptimizer(model, torch.optim.AdamW, fused=True)
 
@@ -285,6 +287,16 @@ def test_weights_are_loaded_once_the_update_before_has_been_sent(config, offload
             with model.loading_masters():
                 for bucket in model.buckets:
                     bucket.master.zero_()
+
+
+@pytest.mark.parametrize("offload", ["accelerator", "host"])
+def test_a_group_of_one_rank_reads_what_other_groups_have_updated(offload):
+    """No gather follows in the group: the shard is copied to where the computation reads it."""
+    with imitated_world(3, 4, 4, "nccl") as world, streams_checked(world.device):
+        model, optimizer = groups_with_branches(ZeroConfig(3, optimizer_over="all"), offload, shard_size=1)
+        for step in range(3):
+            model(torch.ones(2, 8), step).square().mean().backward()
+            optimizer.step()
 
 
 @pytest.mark.parametrize("config", [ZeroConfig(3, optimizer_over="all"), ZeroConfig(1, overlap_gather=True)], ids=str)

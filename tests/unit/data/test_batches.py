@@ -41,12 +41,6 @@ def _readers() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("batch-reader")]
 
 
-def test_a_micro_batch_is_cut_first_by_accumulation_and_then_by_rank():
-    steps = _loader(NumberedSamples(), data_rank=1, data_size=2).steps([(100, 8), (108, 4)])
-    micro_batches = [[batch[:, 0].tolist() for batch in step] for step in steps]
-    assert micro_batches == [[[102, 103], [106, 107]], [[110, 111]]]
-
-
 @pytest.mark.parametrize("data_size", [1, 2, 4])
 def test_all_ranks_together_read_each_step_in_order_whatever_their_number(counting_corpus, data_size):
     samples = open_samples(counting_corpus, split=[1, 0, 0], seq_length=8, seed=3)

@@ -34,21 +34,6 @@ def test_a_sample_is_the_tokens_that_a_walk_through_the_epoch_finds(counting_cor
             assert samples[epoch * samples.samples_per_epoch + index].tolist() == expected
 
 
-def test_an_epoch_shows_every_input_token_once(counting_corpus):
-    samples = _packed(counting_corpus)
-    inputs = np.concatenate([samples[i][:-1] for i in range(samples.samples_per_epoch)])
-    assert samples[0].dtype == np.int64
-    num_tokens = IndexedDataset(counting_corpus).num_tokens
-    assert len(inputs) == len(set(inputs)) == num_tokens - 1 - (num_tokens - 1) % SEQ_LENGTH
-
-
-def test_only_the_documents_asked_for_are_read(counting_corpus):
-    dataset = IndexedDataset(counting_corpus)
-    samples = PackedSamples(dataset, range(5, 12), SampleOptions(SEQ_LENGTH, seed=3))
-    seen = {token for i in range(2 * samples.samples_per_epoch) for token in samples[i].tolist()}
-    assert seen <= {token for document in range(5, 12) for token in dataset[document].tolist()}
-
-
 def test_the_place_of_a_sample_is_the_document_of_its_first_token(counting_corpus):
     samples = _packed(counting_corpus)
     dataset = IndexedDataset(counting_corpus)
@@ -144,12 +129,6 @@ def test_a_run_of_endless_length_caches_the_first_epochs_only(million_documents,
     built.clear()
     samples.build_cache(0, samples.samples_per_epoch)
     assert built == [0]
-
-
-def test_the_cache_is_stored_where_the_setting_says(million_documents, tmp_path):
-    _packed(million_documents, cache_dir=tmp_path / "elsewhere")[0]
-    assert len(list((tmp_path / "elsewhere").iterdir())) == 4
-    assert not Path(million_documents + ".cache").exists()
 
 
 def test_a_small_order_is_not_written(counting_corpus):

@@ -109,13 +109,6 @@ def test_a_corpus_without_its_sidecar_is_reported(tmp_path):
         load_tokenizer(tmp_path / "corpus")
 
 
-@pytest.mark.parametrize("in_directory", [False, True])
-def test_a_tokenizer_is_named_by_file_or_directory(tmp_path, in_directory):
-    train_tokenizer(TEXTS, 300).save(tmp_path / "tokenizer.json")
-    name = tmp_path if in_directory else tmp_path / "tokenizer.json"
-    assert named_tokenizer(str(name)).encode("the cat") == train_tokenizer(TEXTS, 300).encode("the cat")
-
-
 def test_a_directory_of_another_format_is_opened_by_transformers(tmp_path):
     from transformers import GPT2Tokenizer
 

@@ -2,6 +2,7 @@
 
 import random
 import sys
+from argparse import ArgumentTypeError
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +69,9 @@ def test_a_fault_is_read_as_it_is_written():
     for text in ("0:1:reduce:5:kill", "2:0:moment:300:pause", "0:2:step:7:moment.31"):
         assert str(Fault.parse(text)) == text
     assert Fault.parse("0:1:reduce:5").action == "kill"
-    for text in ("0:1:nowhere:5", "0:1:reduce:5:laugh", "0:1:step:5:nothing.3"):
-        with pytest.raises(ValueError, match="choose one of"):
+    wrong = "0:1:nowhere:5", "0:1:reduce:5:laugh", "0:1:step:5:nothing.3", "0:1:step:5", "0:1:step:5:moment"
+    for text in (*wrong, "0:1:reduce:5:moment.3"):
+        with pytest.raises(ArgumentTypeError, match="choose one of"):
             Fault.parse(text)
 
 

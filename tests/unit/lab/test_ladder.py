@@ -44,6 +44,14 @@ def test_the_largest_size_is_predicted_before_it_is_trained_and_no_run_is_repeat
     assert "+ " not in capsys.readouterr().err
 
 
+def test_a_batch_that_grows_has_fewer_tokens_and_flops(tmp_path):
+    ramp_up = "--train.ramp_up", "{start: 8, increment: 8, samples: 400}", "--train.global_batch_size", "16"
+    options = argparse.Namespace(output=tmp_path, head_size=32, mup_base_width=None, tokens_per_parameter=20.0)
+    plain, growing = (ladder.rung("1x32", options, (*CONFIG, *more)) for more in ((), ramp_up))
+    assert growing.flops == pytest.approx(plain.flops, rel=0.01)
+    assert growing.samples == sum(8 if step < 50 else 16 for step in range(growing.run.settings.train.steps))
+
+
 def test_a_power_law_is_found_with_the_error_of_a_prediction():
     flops = [10.0**power for power in (12, 13, 14, 15)]
     exact = PowerLaw(tuple(flops), tuple(30 * number**-0.07 for number in flops))
@@ -60,7 +68,13 @@ def test_a_power_law_is_found_with_the_error_of_a_prediction():
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [(["--sizes", "1x8", "1x16"], "has 2 sizes"), (["--sizes", "a", "1x8", "2x8"], "a is not LAYERS")],
+    [
+        (["--sizes", "1x8", "1x16"], "has 2 sizes"),
+        (["--sizes", "1x8", "1x8", "1x16"], "has 2 sizes"),
+        (["--sizes", "a", "1x8", "2x8"], "a is not LAYERS"),
+        (["--head_size", "0"], "--head_size=0 is below 1"),
+        (["--tokens_per_parameter", "nan"], "nan tokens are no length of a run"),
+    ],
 )
 def test_what_cannot_be_a_ladder_is_refused(tmp_path, options, said):
     with pytest.raises(ConfigError, match=said):

@@ -27,6 +27,19 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
     return found
 
 
+@pytest.mark.parametrize("figure", ["figure2", "figure3", "figure4", "figure6", "figure7", "figure8"])
+def test_every_row_has_a_file_with_its_sizes(figure: str):
+    for experiment in experiments(figure):
+        row, settings = experiment.row, experiment.settings()
+        model, train = settings.model, settings.train
+        sizes = model.num_layers, model.hidden_size, model.num_heads, settings.parallel.tensor_size
+        batches = train.micro_batch_size, train.global_batch_size
+        columns = "layers", "hidden", "heads", "mp", "batch_per_replica", "total_batch"
+        assert (*sizes, *batches) == tuple(int(row[name]) for name in columns), experiment.name
+        assert settings.dry_run.world_size == int(row["gpus"])
+        assert (settings.zero.stage == 0) is experiment.is_baseline
+
+
 def test_sizes_are_in_their_order(monkeypatch: pytest.MonkeyPatch, figures: list[Figure]):
     monkeypatch.setattr(throughput, "results", lambda figure: tuple(map(result, experiments(figure))))
     throughput.against_size("figure4", "Figure 4")

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from gpt.run_folder.files import NUMBERS_OF_A_STEP
 from lab.paper.largest import main
 from lab.planner.search import largest
 
@@ -32,11 +33,12 @@ def test_largest_sh_reads_what_runs_leave_behind(tmp_path, monkeypatch, capsys):
 import json, pathlib, sys
 given = dict(zip(sys.argv[1:], sys.argv[2:]))
 layers, folder = int(given["--model.num_layers"]), pathlib.Path(given["--run.dir"])
+numbers = dict.fromkeys(NUMBERS, 1.0)
 folder.mkdir(parents=True)
-records = [{"step": n} for n in (1, 2, 3)] if layers <= 7 else [{"step": 0, "out_of_memory": True}]
+records = [numbers | {"step": n} for n in (1, 2, 3)] if layers <= 7 else [{"step": 0, "out_of_memory": True}]
 if layers != 40:
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + chr(10) for record in records))
-"""
+""".replace("NUMBERS", str(sorted(NUMBERS_OF_A_STEP)))
     )
     stub.chmod(0o755)
     monkeypatch.chdir(tmp_path)
@@ -54,3 +56,13 @@ if layers != 40:
     with pytest.raises(SystemExit, match="2"):
         search("40")
     assert "the run of 40 layers ended neither trained nor out of memory" in capsys.readouterr().err
+    cut = tmp_path / "runs/paper/largest/c4-41/metrics.jsonl"
+    cut.parent.mkdir()
+    cut.write_text('{"step": 1, "lo')  # by a crash
+    with pytest.raises(SystemExit, match="2"):
+        search("41")
+    assert "the run of 41 layers ended neither" in capsys.readouterr().err
+    stub.unlink()
+    with pytest.raises(SystemExit, match="2"):
+        search("42")
+    assert f"error: [Errno 2] No such file or directory: '{stub}'\n" in capsys.readouterr().err

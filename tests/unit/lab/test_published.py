@@ -61,9 +61,21 @@ def test_a_row_that_no_dry_run_can_have_is_predicted_by_a_closed_form(tmp_path, 
     assert all(float(found[name]) > 0 for name in predict.COLUMNS[1:])
 
 
-def test_a_row_without_a_size_is_refused():
-    with pytest.raises(ConfigError, match="row x has a size below 1"):
-        Row.parse({"id": "x", "gpus": "8", "layers": "0"})
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ("id,gpus,layers\nx,8,0\n", "line 2: row x has a size below 1"),
+        ("id,gpus\nx,many\n", "line 2: could not convert string to float: 'many'"),
+        ("gpus,layers\n8,1\n", "line 2: a row has no id"),
+        (None, "rows.csv cannot be read"),
+    ],
+)
+def test_rows_that_are_wrong_are_refused(tmp_path, lines, said):
+    path = tmp_path / "rows.csv"
+    if lines:
+        path.write_text(lines)
+    with pytest.raises(ConfigError, match=said):
+        read_rows(path)
 
 
 def test_every_configuration_is_that_of_its_row_and_is_accepted():

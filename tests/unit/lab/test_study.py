@@ -110,6 +110,14 @@ def test_a_rate_that_diverged_is_not_the_best(tmp_path):
     assert "NaN" not in (tmp_path / "runs/study.json").read_text()
 
 
+def test_a_study_that_cannot_be_read_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"none\.yaml cannot be read"):
+        study.Study(tmp_path / "none.yaml", tmp_path)
+    (tmp_path / "study.yaml").write_text(STUDY.replace("[1, 2]", "[]"))
+    with pytest.raises(ConfigError, match=r"study\.yaml has no seeds"):
+        study.Study(tmp_path / "study.yaml", tmp_path)
+
+
 def test_a_variant_that_does_not_exist_is_refused(tmp_path):
     (tmp_path / "study.yaml").write_text(STUDY)
     with pytest.raises(ConfigError, match="has no soap; choose of adamw, muon"):

@@ -35,14 +35,6 @@ def test_sizes_that_do_not_divide_the_ranks_are_named(sizes: tuple[int, int | No
             Mesh.create(tensor_size, shard_size=shard_size, context_size=context_size)
 
 
-def test_work_takes_its_steps_once_and_in_order():
-    taken = []
-    work = Work(lambda: taken.append(1), lambda: taken.append(2))
-    work.wait()
-    work.wait()
-    assert taken == [1, 2]
-
-
 def test_what_follows_is_launched_now_if_nothing_is_awaited_and_else_when_waited_for():
     taken = []
 

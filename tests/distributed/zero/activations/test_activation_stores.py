@@ -102,13 +102,16 @@ def test_all_stores_in_all_layouts_and_stages_train_as_one_process(sizes):
 
 def test_dropout_is_replayed_to_the_bit():
     config = config_of(97, dropout=0.2)
-    stores = {"partition": 3, "partition_host": 2, "selective": 1, "keep": 0}
+    chosen = [("partition", 3, False), ("partition_host", 2, False), ("selective", 1, False), ("keep", 0, False)]
     cases = [
-        arguments(config, (2, 2), stage, store, 1) for chosen, stage in stores.items() for store in ("none", chosen)
+        arguments(config, (2, 2), stage, one, 1, is_split)
+        for store, stage, is_split in [*chosen, ("keep", 1, True)]
+        for one in ("none", store)
     ]
     results = run_cases(4, train, cases)
     for plain, recomputed in zip(results[::2], results[1::2], strict=True):
         assert_same_bits(recomputed, plain)
+        assert plain[0].losses != train_whole(config_of(97), 2).losses
 
 
 @cache

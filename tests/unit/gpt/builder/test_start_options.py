@@ -10,8 +10,7 @@ from gpt.builder.train_state import start_options
 from gpt.settings.option_names import in_option_names
 from gpt.settings.parser import parse_settings
 from pretrain_gpt import main
-
-BASE = "{data: {path: nowhere}, model: {num_layers: 2, hidden_size: 32, num_heads: 4, seq_length: 16, vocab_size: 300}}"
+from tests.unit.gpt.settings.test_settings import BASE
 
 
 @pytest.mark.parametrize(

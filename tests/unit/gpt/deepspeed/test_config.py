@@ -22,11 +22,11 @@ from gpt.settings.schedule import ScheduleConfig
 from gpt.settings.settings import Settings
 from gpt.settings.training import LossScaleSettings, ParallelSettings
 from parallel.errors import ConfigError
+from tests.source_files import ROOT
 from zero.activations.checkpointed_blocks import ActivationsConfig
 from zero.memory.placement import OffloadConfig
 from zero.partition.config import ZeroConfig
 
-ROOT = Path(__file__).resolve().parents[4]
 MODEL = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "seq_length": 16, "vocab_size": 300}
 BASE = ["--data.path=nowhere", *(f"--model.{name}={value}" for name, value in MODEL.items())]
 

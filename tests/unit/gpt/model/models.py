@@ -1,7 +1,5 @@
 """Small models in float64, with the parts of every preset, and a batch for them."""
 
-from pathlib import Path
-
 import torch
 from torch import Tensor
 
@@ -11,8 +9,9 @@ from parallel.config_files import read_section
 from parallel.mesh import Axis
 from parallel.tensor.blocks import RunBlocks
 from parallel.tensor.token_layout import ReplicatedTokens
+from tests.source_files import ROOT
 
-MODELS = Path(__file__).parents[4] / "configs" / "models"
+MODELS = ROOT / "configs" / "models"
 SIZES = {  # of small models with the parts of a preset, whose own sizes are those of large models
     "gpt2": {},
     "llama": {"num_kv_heads": 2, "mlp_width": 40, "rope_scaling": RopeScaling(8.0, 1.0, 4.0, 8)},

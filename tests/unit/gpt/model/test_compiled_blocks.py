@@ -17,7 +17,13 @@ from parallel.mesh import Axis
 from parallel.tensor.token_layout import ReplicatedTokens
 from tests.distributed.zero.compiled.backend import Backend
 
-ONE_DEVICE = ReplicatedTokens(Axis.trivial("tensor"))
+IDS = torch.arange(8)[None]
+
+
+def gpt_of(num_layers: int) -> GPT:
+    gpt = GPT(ModelConfig(num_layers, 16, 2, 8, 50, dropout=0.0), ReplicatedTokens(Axis.trivial("tensor")))
+    initialize(gpt, seed=0)
+    return gpt
 
 
 class Unobtrusive(TorchDispatchMode):
@@ -27,27 +33,24 @@ class Unobtrusive(TorchDispatchMode):
 
 def test_blocks_are_compiled_for_training_only():
     backend = Backend()
-    gpt = GPT(ModelConfig(2, 16, 2, 8, 50, dropout=0.0), ONE_DEVICE)
-    initialize(gpt, seed=0)
+    gpt = gpt_of(2)
     compiled_blocks.compile_blocks(gpt, "nothing", backend)
-    ids = torch.arange(8)[None]
     gpt.eval()
     with torch.no_grad():
-        expected = gpt(ids)
+        expected = gpt(IDS)
     gpt.train()
     with Unobtrusive():  # such as one that counts FLOPs
-        gpt(ids)
+        gpt(IDS)
     assert not backend.num_operations
-    torch.testing.assert_close(gpt(ids), expected)
+    torch.testing.assert_close(gpt(IDS), expected)
     assert len(backend.num_operations) == 1
 
 
 @pytest.mark.parametrize("may_break", [False, True])
 def test_a_graph_ends_where_something_cannot_be_traced_only_if_it_may(may_break: bool):
-    gpt = GPT(ModelConfig(1, 16, 2, 8, 50, dropout=0.0), ONE_DEVICE)
-    initialize(gpt, seed=0)
-    ids, activation = torch.arange(8)[None], gpt.blocks[0].mlp.activation
-    expected = gpt(ids)
+    gpt = gpt_of(1)
+    activation = gpt.blocks[0].mlp.activation
+    expected = gpt(IDS)
 
     def untraceable(up: torch.Tensor) -> torch.Tensor:
         torch._dynamo.graph_break()
@@ -57,22 +60,20 @@ def test_a_graph_ends_where_something_cannot_be_traced_only_if_it_may(may_break:
     torch.compiler.reset()
     compiled_blocks.compile_blocks(gpt, "nothing", "eager", may_break=may_break)
     if may_break:
-        torch.testing.assert_close(gpt(ids), expected)
+        torch.testing.assert_close(gpt(IDS), expected)
     else:
         with pytest.raises(torch._dynamo.exc.Unsupported):
-            gpt(ids)
+            gpt(IDS)
 
 
 def test_a_copy_has_blocks_of_its_own():
-    gpt = GPT(ModelConfig(1, 16, 2, 8, 50, dropout=0.0), ONE_DEVICE)
-    initialize(gpt, seed=0)
-    ids = torch.arange(8)[None]
-    expected = gpt(ids)
+    gpt = gpt_of(1)
+    expected = gpt(IDS)
     compiled_blocks.compile_blocks(gpt, "nothing", Backend())
     for other in (copy.deepcopy(gpt), pickle.loads(pickle.dumps(gpt))):
-        torch.testing.assert_close(other(ids), expected)
+        torch.testing.assert_close(other(IDS), expected)
         other.blocks[0].mlp.down.weight.data.fill_(1.0)
-        assert not other(ids).allclose(expected)
+        assert not other(IDS).allclose(expected)
 
 
 @pytest.mark.parametrize(("device", "name"), [("cuda", "triton"), ("cpu", r"C\+\+")])

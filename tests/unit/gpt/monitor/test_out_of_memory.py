@@ -10,8 +10,8 @@ from gpt.monitor import out_of_memory
 from gpt.settings.parser import parse_settings
 from parallel.errors import MemoryLimitError
 from parallel.world import World
+from tests.unit.gpt.settings.test_settings import BASE
 
-BASE = "{data: {path: nowhere}, model: {num_layers: 2, hidden_size: 32, num_heads: 4, seq_length: 16, vocab_size: 300}}"
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 

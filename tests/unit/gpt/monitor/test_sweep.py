@@ -2,13 +2,11 @@
 
 import os
 import subprocess
-from pathlib import Path
 
 import yaml
 
 from gpt.settings.parser import parse_settings
-
-ROOT = Path(__file__).resolve().parents[4]
+from tests.source_files import ROOT
 
 
 def test_a_sweep_starts_a_run_with_the_settings_that_it_tries(tmp_path, monkeypatch):

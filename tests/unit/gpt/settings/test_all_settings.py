@@ -13,9 +13,10 @@ from gpt.settings.tree import help_text
 from lab.settings_page import page
 from parallel.errors import ConfigError
 from parallel.fields import LARGEST_INT, alternatives, describe
+from tests.source_files import ROOT
+from tests.unit.gpt.settings.test_settings import BASE
 from zero.partition.config import ZeroConfig
 
-BASE = "{data: {path: nowhere}, model: {num_layers: 2, hidden_size: 32, num_heads: 4, seq_length: 16, vocab_size: 300}}"
 VALUES = {
     "null": None,
     ".nan": math.nan,
@@ -28,7 +29,6 @@ VALUES = {
     "''": "",
     "[]": [],
 }
-ROOT = Path(__file__).resolve().parents[4]
 NUMBERS = int, float
 MAY_BE_INFINITE = {"optimizer.clip_norm"}
 

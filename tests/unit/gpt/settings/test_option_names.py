@@ -28,6 +28,8 @@ from zero.partition.config import ZeroConfig
         ("--tensor_size=2", "--tensor_size=2"),
         ("mics_shard_size=2", "mics_shard_size=2"),
         ("pass a ZeroConfig. OldZeroConfig.stage", "pass a ZeroConfig. OldZeroConfig.stage"),
+        ("Muon.per_repetition, Dion.rank_fraction", "optimizer.muon.per_head, optimizer.dion.rank_fraction"),
+        ("ZeroConfig.sum_over_ranks=leaves", "train.reproducible=layout"),
     ],
 )
 def test_names_of_the_libraries_become_options(text: str, expected: str):
@@ -71,9 +73,3 @@ def test_a_warning_of_this_project_is_one_line_in_the_names_of_options(capsys: p
     assert other.endswith("torch/some.py:7: UserWarning: choose ZeroConfig.stage=3")
     assert line == "  stage()"
     assert warnings.formatwarning is format_before
-
-
-def test_settings_of_optimizers_get_the_names_of_options():
-    text = "Muon.per_repetition, Dion.rank_fraction and ZeroConfig.sum_over_ranks=leaves"
-    expected = "optimizer.muon.per_head, optimizer.dion.rank_fraction and train.reproducible=layout"
-    assert in_option_names(text) == expected

@@ -11,8 +11,8 @@ from gpt.settings.schedule import RampUpConfig
 from gpt.settings.settings import Settings
 from gpt.settings.tree import help_text
 from parallel.errors import ConfigError
+from tests.unit.gpt.settings.test_settings import BASE
 
-BASE = "{data: {path: nowhere}, model: {num_layers: 2, hidden_size: 32, num_heads: 4, seq_length: 16, vocab_size: 300}}"
 PLANNED, FP8 = "--activations.store=planned", "--train.matmul=fp8"
 NOT_PLANNED = "activations.store=planned does not work with"
 FILE = "{optimizer: {lr: 0.5, eps: 0.25, clip_norm: 7.0}}"

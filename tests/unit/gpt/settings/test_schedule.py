@@ -78,10 +78,6 @@ def test_the_samples_of_a_run_of_a_trillion_steps_are_counted_at_once():
     assert consumed_samples_after(BatchConfig(1, 3, RampUpConfig(1, 2, 10**15)), 10**12) == 10**12
 
 
-def test_a_batch_without_ramp_up_is_always_full():
-    assert list(islice(batch_plan(BatchConfig(1, 4), 12), 2)) == [(12, 4), (16, 4)]
-
-
 WSD, RAMPED = ScheduleConfig(0, 15, "wsd", wsd_decay_steps=8), BatchConfig(2, 16, RampUpConfig(6, 2, 10))
 
 

@@ -133,10 +133,12 @@ def test_the_command_compares_a_real_run_with_a_dry_one(tmp_path: Path, capsys: 
     compare([str(tmp_path / "real"), str(tmp_path / "dry")])
     cells = [cell.strip() for cell in capsys.readouterr().out.splitlines()[-2].strip("│").split("│")]
     assert cells == ["data", "all_reduce", "backward", "2", "2", "0.000", "0.000"]
-    with pytest.raises(SystemExit) as ended:
-        compare([str(tmp_path / "real"), str(tmp_path / "none")])
-    assert ended.value.code == 2
-    assert "none has no profile of collectives; name the folder" in capsys.readouterr().err
+    (tmp_path / "list.json").write_text("[1]")
+    for name in ("none", "list.json"):
+        with pytest.raises(SystemExit) as ended:
+            compare([str(tmp_path / "real"), str(tmp_path / name)])
+        assert ended.value.code == 2
+        assert f"{name} has no profile of collectives; name the folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("store", ["none", "keep"])
@@ -205,6 +207,7 @@ def test_a_host_update_is_copied_back_when_it_is_done_and_gathered_after_the_cop
         ("peak_half_tflops: fast", "peak_half_tflops=fast"),
         ("gpus_per_nodes: 16", "gpus_per_nodes, which is unknown"),
         ("host_memory_gb: null", "host_memory_gb"),
+        ("collective_multiprocessors: 80", "collective_multiprocessors=80 leaves kernels none"),
     ],
 )
 def test_a_cluster_file_with_a_mistake_is_refused(tmp_path, change, message):

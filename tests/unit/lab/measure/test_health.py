@@ -78,6 +78,10 @@ def test_slow_devices_are_those_far_below_the_median_of_their_name_or_the_expect
     flops = (100e12, 79e12, 100e12, 80e12)
     ranks = [Rates("n", rank, "H100", replace(DEVICE, flops_per_second=one), []) for rank, one in enumerate(flops)]
     assert slow_devices(ranks, 158e12) == [("n", "slow device: rank 1 on n: 79 TFLOPs")]
+    large = replace(ranks[0].device, flops_per_second=1234e12, memory_bytes_per_second=2345e9)
+    faster = replace(large, flops_per_second=2e15, memory_bytes_per_second=4e12)
+    alike = [replace(ranks[0], rank=rank, device=device) for rank, device in enumerate((large, faster, faster))]
+    assert [what.rpartition(": ")[2] for _, what in slow_devices(alike)] == ["1,234 TFLOPs", "2,345 GB/s of memory"]
     assert slow_devices(ranks[1:2]) == []
     assert len(slow_devices(ranks, 201e12)) == 4
 

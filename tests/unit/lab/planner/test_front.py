@@ -142,7 +142,7 @@ def test_the_command_prints_a_plan_and_writes_the_settings_of_its_best_run(
 ):
     config = f"--config={ROOT / 'configs/paper/figure2/100b-zero-400.yaml'}"
     cluster, output = f"--cluster={ROOT / 'configs/clusters/dgx-2.yaml'}", tmp_path / "folder/plan.yaml"
-    figures = "--tokens=1B", "--dollars_per_gpu_hour=2", "--reserved_gb=3", f"--output={output}"
+    figures = "--tokens=1B", "--dollars_per_gpu_hour=2", "--reserved_gb=3.01", f"--output={output}"
     free = "--free", "zero.stage", "train.micro_batch_size"
     planner.main([cluster, "--nodes=25", "--verify=1", *free, *kind, *figures, config])
     printed = capsys.readouterr().out
@@ -154,7 +154,7 @@ def test_the_command_prints_a_plan_and_writes_the_settings_of_its_best_run(
     assert (chosen.model.num_layers == 77) == bool(kind)
     assert chosen.dry_run == DryRunSettings()
     if not kind:
-        assert "may be used: --reserved_gb=3" in printed
+        assert "may be used: --reserved_gb=3.01" in printed
         assert re.search(r"MFU [\d.]+%, [\d,]+ tokens/s a GPU", printed)
         assert re.search(r"1B tokens in .* GPU hours, [\d,]+ dollars", printed)
     with pytest.raises(ConfigError, match=r"--output=.* cannot be written"):

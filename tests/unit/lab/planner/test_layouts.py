@@ -7,6 +7,7 @@ import pytest
 
 from gpt.builder.activation_store import block_sum_bytes
 from gpt.builder.closed_forms import parameters_of_rank
+from gpt.builder.train_state import build_mesh
 from gpt.settings.parser import parse_settings
 from gpt.shape.flops import hardware_flops
 from lab.dryrun.dry_run import DEVICE, dry_run
@@ -25,6 +26,7 @@ from lab.planner.layouts import (
 )
 from lab.planner.search import Search
 from parallel.memory_kinds import TensorKind
+from parallel.world import imitated_world
 from zero.formulas import memory
 from zero.formulas.memory import ModelStates
 
@@ -39,6 +41,24 @@ CLUSTER = replace(
 
 TINY = ["--model.num_layers=4", "--model.hidden_size=64", "--model.num_heads=4", "--model.seq_length=32"]
 TINY += ["--model.vocab_size=128", "--data.path=unread"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--parallel.context_size=2"],  # tensor ranks may have one head
+        ["--parallel.sequence_parallel=true"],  # no two ranks hold the same activations
+        ["--train.reproducible=layout", "--train.reproducible_blocks=2", "--train.eval_samples=0"],
+    ],
+)
+def test_every_predicted_layout_is_one_that_a_run_accepts(options: list[str]):
+    chosen = parse_settings([*TINY, "--train.global_batch_size=16", "--train.micro_batch_size=1", *options])
+    layouts = candidate_layouts(8, chosen, ["train.micro_batch_size"])
+    found = [layout for layout in layouts if predict(layout, chosen, CLUSTER, 8)]
+    assert found
+    for layout in found:
+        with imitated_world(0, 8, 8, "nccl") as world:
+            build_mesh(layout.applied_to(chosen), world)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,7 @@
 """The planner: closed forms of layouts, the choice among them, and what it prints."""
 
 import dataclasses
-import random
 from collections import Counter
-from collections.abc import Iterator
-from itertools import combinations, product
 from pathlib import Path
 from typing import Any, get_args
 
@@ -12,6 +9,7 @@ import pytest
 
 from gpt.builder.activation_store import workload
 from gpt.settings.option_names import messages_in_option_names
+from lab.acceptance.cases import covering
 from lab.dryrun.dry_run import DEVICE, dry_run
 from lab.measure.cluster import ClusterSpec
 from lab.planner import depth
@@ -247,20 +245,9 @@ VALUES = {
 }
 
 
-def covering_sample() -> Iterator[dict[str, Any]]:
-    """Yield values of all settings, so that each pair of values of two settings is among them."""
-    chooser = random.Random(0)
-    remaining = {pair for one in product(*VALUES.values()) for pair in combinations(zip(VALUES, one, strict=True), 2)}
-    while remaining:
-        rows = [{name: chooser.choice(values) for name, values in VALUES.items()} for _ in range(50)]
-        row = max(rows, key=lambda row: len(remaining & set(combinations(row.items(), 2))))
-        remaining -= set(combinations(row.items(), 2))
-        yield row
-
-
 def test_every_constraint_of_a_covering_sample_is_kept_or_refused_by_name():
     outcomes = Counter[str]()
-    for constraint in covering_sample():
+    for constraint in covering(VALUES, 2):
         options = (f"--{name}={shown(value)}" for name, value in constraint.items())
         message = ""
         try:
@@ -330,8 +317,21 @@ def test_what_makes_a_layout_fit_is_found_by_trying():
 @pytest.mark.parametrize(("text", "steps"), [("819.2K", 1), ("819201", 2), ("1.6384M", 2)])
 def test_a_length_in_tokens_is_a_number_of_steps(text: str, steps: int):
     assert with_tokens(settings(), text).train.steps == steps
-    with pytest.raises(ConfigError, match="--tokens=many is no number of tokens"):
-        with_tokens(settings(), "many")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("many", "--tokens=many is no number of tokens"),
+        ("3MB", "--tokens=3MB is no number of tokens"),
+        ("nan", "nan tokens are no length of a run"),
+        ("1e400", "inf tokens are no length of a run"),
+        ("-5", "-5 tokens are no length of a run"),
+    ],
+)
+def test_what_is_no_length_of_a_run_is_refused(text: str, said: str):
+    with pytest.raises(ConfigError, match=said):
+        with_tokens(settings(), text)
 
 
 def test_layouts_are_verified_until_enough_fit_and_each_is_announced(monkeypatch, capsys):

@@ -19,8 +19,8 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from parallel.launch import __main__ as launcher
+from tests.source_files import ROOT
 
-ROOT = Path(__file__).parents[4]
 SCRIPTS = ROOT / "scripts" / "launch"
 WATCHED = ("OMP_NUM_THREADS", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "CUDA_DEVICE_MAX_CONNECTIONS")
 WATCHED += ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")

@@ -85,17 +85,6 @@ def test_what_is_written_to_unsharded_parameters_is_kept_by_the_owner():
     assert flat.buckets[1].params.owned.tolist() == flat.buckets[1].master.tolist() == [*range(200, 216)]
 
 
-@pytest.mark.parametrize("lifetime", Lifetime)
-def test_unwrapped_parameters_have_memory_of_their_own_and_the_buffer_is_freed(lifetime: Lifetime):
-    flat = flat_parameters(lifetime)
-    flat.unshard()
-    flat.unwrap(None)
-    assert flat.full.untyped_storage().nbytes() == 0
-    assert [type(param) for param in flat.params] == [nn.Parameter] * 2
-    gathered = [*range(16)] * 2  # both ranks have the same half
-    assert flat.params[1].tolist() == (gathered if lifetime is Lifetime.TRANSIENT else [*range(32)])
-
-
 @pytest.mark.parametrize(
     ("data", "stands_for_values"),
     [

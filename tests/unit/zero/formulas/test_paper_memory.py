@@ -1,15 +1,15 @@
 """The closed forms of activations and of the largest models, against the paper's sentences and its Table 2."""
 
 import csv
-from pathlib import Path
 
 import pytest
 
 from lab.paper.memory import largest_model
+from tests.source_files import ROOT
 from zero.activations.choice import partition_volume
 from zero.partition.stage import STAGES
 
-PAPER = Path(__file__).resolve().parents[4] / "docs/paper"
+PAPER = ROOT / "docs/paper"
 COLUMNS = {"baseline_B_paper": 0, "Pos_B_paper": 1, "Posg_B_paper": 2, "Posgp_B_paper": 3}
 
 

@@ -36,10 +36,15 @@ class CountingMomentum(torch.optim.Optimizer):
 Wrapped = tuple[ZeroDataParallel, ZeroOptimizer]
 
 
-def wrap(dtype: torch.dtype = torch.float32) -> Wrapped:
+def wrap_module(dtype: torch.dtype = torch.float32) -> ZeroDataParallel:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).to(dtype)
-    model = ZeroDataParallel(module, Axis.trivial("data"), ZeroConfig(1, bucket_numel=40))
+    return ZeroDataParallel(module, Axis.trivial("data"), ZeroConfig(1, bucket_numel=40))
+
+
+def wrap(dtype: torch.dtype = torch.float32) -> Wrapped:
+    model = wrap_module(dtype)
+    module = model.module
     matrices, rest = [[p for p in module.parameters() if (p.dim() > 1) == is_matrix] for is_matrix in (True, False)]
     groups = [{"params": matrices, "rate": 0.9}, {"params": rest, "rate": 0.25}]
     return model, ZeroOptimizer(model, CountingMomentum, groups)
@@ -70,6 +75,17 @@ def test_counters_of_groups_and_moments_of_another_type_resume_to_the_bit(tmp_pa
     continued = resumed(tmp_path, interrupted, wrap())
     assert [group["num_steps"] for group in continued[1].inner.param_groups] == [3, 3]
     assert [losses, train(continued, range(3, 6))] == [expected[:3], expected[3:]]
+
+
+def test_the_third_moment_of_amsgrad_resumes_to_the_bit(tmp_path: Path):
+    def wrap_amsgrad() -> Wrapped:
+        model = wrap_module()
+        return model, ZeroOptimizer(model, torch.optim.AdamW, lr=0.1, amsgrad=True)
+
+    expected = train(wrap_amsgrad(), range(6))
+    interrupted = wrap_amsgrad()
+    train(interrupted, range(3))
+    assert train(resumed(tmp_path, interrupted, wrap_amsgrad()), range(3, 6)) == expected[3:]
 
 
 def test_only_states_of_the_type_of_the_weights_take_that_of_the_weights_they_are_loaded_for(tmp_path: Path):

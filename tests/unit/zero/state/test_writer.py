@@ -41,7 +41,7 @@ def make_writer(values: torch.Tensor, is_async: bool, **others: Any) -> Checkpoi
 
 
 def start(writer: CheckpointWriter, final: Path) -> None:
-    writer.start(final, {}, "save", "of step 7")
+    writer.begin(final, {}, "save", "of step 7")
 
 
 class LateThread(threading.Thread):
