@@ -84,14 +84,17 @@ class KeepStore:
     def __init__(self, memory: SlotMemory | None = None):
         self._memory = memory
 
-    def put(self, slot: Slot, activation: Tensor) -> Tensor:
+    def put(self, slot: Slot, activation: Tensor) -> tuple[Tensor, int | None]:
         if self._memory is None:
-            return tagged(TensorKind.CHECKPOINTS, activation)
+            return tagged(TensorKind.CHECKPOINTS, activation), activation._version
         copy = self._memory.at(slot, activation.numel(), activation.dtype)
-        return copy.view(activation.shape).copy_(activation)
+        return copy.view(activation.shape).copy_(activation), None
 
-    def take(self, slot: Slot, stored: Tensor) -> tuple[Tensor, Work]:
-        return stored, Work()
+    def take(self, slot: Slot, stored: tuple[Tensor, int | None]) -> tuple[Tensor, Work]:
+        kept, version = stored
+        if version not in (None, kept._version):  # torch checks this for tensors that no hook has packed
+            raise RuntimeError(f"checkpoint {slot.number} was modified in place; set ActivationsConfig.defragment=true")
+        return kept, Work()
 
 
 class HostStore:

@@ -88,6 +88,7 @@ class ParamShard:
             return self._offload.to_accelerator(self.group_shard, out=self.cached)
         return self.all_gather() if self.persists and (exact or self.codes is None) else Work()
 
+    @torch.inference_mode(False)  # an update writes the copy, whatever mode an evaluation has
     def fetch(self) -> None:
         """Keep a copy of the shard on the device until `evict`. The parameters must be unsharded."""
         self.cached = self._copy_shard(Placement.ACCELERATOR)

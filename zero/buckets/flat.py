@@ -285,7 +285,8 @@ class FlatParameters:
         if owned := overlap(elements, bucket.shard):
             master = bucket.owned_part(bucket.master, owned)
             take_changed(master, cut(self.full, owned).to(master.device))
-        cut(bucket.params.group_shard, elements, bucket.group_shard.start).copy_(cut(self.full, elements))
+        for shard in filter(torch.is_tensor, (bucket.params.group_shard, bucket.params.cached)):
+            cut(shard, elements, bucket.group_shard.start).copy_(cut(self.full, elements))
 
     def versions(self) -> list[object]:
         """Return a list that differs from one of before if parameters may have been written since then.

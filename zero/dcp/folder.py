@@ -5,7 +5,7 @@ Nothing of a folder is executed: its files may name few classes.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +61,12 @@ class DistributedFolder:
 
         Raises ConfigError unless the folder has them all, in these shapes.
         """
+        if not wanted:  # states of SGD without momentum
+            return {}
         first = section + next(iter(wanted))
         prefixes = self.prefixes(first)
+        if len(prefixes) > 1:  # 1.0.weight ends in 0.weight too
+            prefixes = [each for each in prefixes if all(f"{each}{section}{name}" in self._stored for name in wanted)]
         if len(prefixes) != 1:
             raise ConfigError(
                 f"{self.path} has {len(prefixes)} tensors whose names end in {first}, and one is needed; choose the "
@@ -87,22 +91,27 @@ class DistributedFolder:
             (cause, _), *_ = error.failures.values()
             raise ConfigError(f"{self.path} is damaged ({first_line(cause)}); choose another folder") from error
 
+    def values(self, keys: Iterable[str]) -> dict[str, Any]:
+        """Return values that are no tensors by their keys, and numbers, which may be tensors there."""
+        wanted: dict[str, Any] = dict.fromkeys(keys)
+        for key in wanted:
+            entry = self._stored[key]
+            if isinstance(entry, TensorStorageMetadata) and entry.size.numel() == 1:
+                wanted[key] = torch.zeros(entry.size, dtype=torch.float64)
+        self.load(wanted)
+        return {key: value.item() if isinstance(value, Tensor) else value for key, value in wanted.items()}
+
     def number(self, name: str) -> float | None:
         """Return the finite, non-negative number whose key ends in `name`; None if the folder has no such key.
 
         Raises ConfigError if it is something else.
         """
-        key = next((f"{prefix}{name}" for prefix in self.prefixes(name)), None)
-        if key is None:
-            return None
-        entry, wanted = self._stored[key], dict[str, Any]({key: None})
-        if isinstance(entry, TensorStorageMetadata) and entry.size.numel() == 1:
-            wanted[key] = torch.zeros(entry.size, dtype=torch.float64)
-        self.load(wanted)
-        value = wanted[key].item() if isinstance(wanted[key], Tensor) else wanted[key]
-        if type(value) not in (int, float) or not 0 <= value < math.inf:
-            raise ConfigError(f"{self.path} is damaged ({key} is {shown(value)}); choose another folder")
-        return value
+        for prefix in self.prefixes(name)[:1]:
+            ((key, value),) = self.values([f"{prefix}{name}"]).items()
+            if type(value) not in (int, float) or not 0 <= value < math.inf:
+                raise ConfigError(f"{self.path} is damaged ({key} is {shown(value)}); choose another folder")
+            return value
+        return None
 
     def count(self, name: str) -> int | None:
         """Return the number whose key ends in `name` as an integer."""
@@ -129,38 +138,44 @@ def load_state(
 ) -> None:
     """Load a folder whose tensors have the names that `naming` gives, with the settings of the optimizer's groups."""
     state = DistributedState(model, optimizer)
-    content, settings = state.state_dict(), dict[str, tuple[dict[str, Any], str]]()
+    content = state.state_dict()
     wanted: dict[str, Any] = there.find("", renamed(content["model"], naming))
     if optimizer is not None:
-        states, groups = content["optim"]["state"], content["optim"]["param_groups"]
         wanted |= there.find(
             "state.",
             {
                 f"{theirs}.{kind}": part
-                for name, kinds in states.items()
+                for name, kinds in content["optim"]["state"].items()
                 for kind, value in kinds.items()
                 for theirs, part in naming(name, value).items()
             },
         )
-        keys = {
-            f"param_groups.{number}.{name}": (group, name)
-            for number, group in enumerate(groups)
-            for name in group
-            if name != "params"  # which DeepSpeed counts, and torch finds a group by
-        }
         if with_settings:
-            settings = {f"{prefix}{end}": place for end, place in keys.items() for prefix in there.prefixes(end)}
+            _load_settings(there, content["optim"]["param_groups"])
         _load_loss_scale(there, optimizer.loss_scale)
-    wanted |= dict.fromkeys(settings)
     there.load(wanted)
-    for key, (group, name) in settings.items():
-        group[name] = wanted[key]
     state.load_state_dict(content)
 
 
 def renamed(tensors: Mapping[str, Tensor], naming: Naming) -> dict[str, Tensor]:
     """Return the tensors of a folder that these are made of."""
     return {theirs: part for name, tensor in tensors.items() for theirs, part in naming(name, tensor).items()}
+
+
+def _load_settings(there: DistributedFolder, groups: Iterable[dict[str, Any]]) -> None:
+    """Give each group the settings that its first parameter has there.
+
+    If the groups there do not name parameters, as those of DeepSpeed, they are in the same order.
+    """
+    begins = [begin for begin in there.prefixes("params") if "param_groups." in begin]
+    members = there.values(f"{begin}params" for begin in begins).values()
+    lists = [(begin, names) for begin, names in zip(begins, members, strict=True) if isinstance(names, list)]
+    begin_of = {name: begin for begin, names in lists for name in names if isinstance(name, str)}
+    for number, group in enumerate(groups):
+        begin = begin_of.get(next(iter(group["params"]), ""), f"param_groups.{number}.")
+        ends = [f"{begin}{name}" for name in group if name != "params"]
+        values = there.values(prefix + end for end in ends for prefix in there.prefixes(end))
+        group |= {key.rpartition(".")[2]: value for key, value in values.items()}
 
 
 def _load_loss_scale(there: DistributedFolder, loss_scale: LossScale) -> None:

@@ -34,7 +34,6 @@ def search_chunk_size(unit_numels: Iterable[int], config: OffloadConfig, grain: 
     largest = min(smallest + round(config.search_range_m * MEBI), max(smallest, max(counted)) + config.hidden_dim)
     candidates = np.arange(smallest, largest + 1, max(config.hidden_dim, grain), dtype=np.int64)
     candidates = np.unique(-(-candidates // grain) * grain)
-    candidates = candidates[: np.searchsorted(candidates, max(counted)) + 1]  # one chunk holds any unit from there on
     unfilled = np.zeros_like(candidates)
     for numel, count in counted.items():
         unfilled += count * (-numel % candidates)

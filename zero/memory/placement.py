@@ -170,10 +170,7 @@ class Offload:
         """Return 0-dim tensors of the accelerator where `placement` uses them; the host waits for their copies."""
         if placement is Placement.ACCELERATOR:
             return scalars
-        copies = [self.new(placement, TensorKind.BUFFERS, 1, scalar.dtype) for scalar in scalars]
-        for copy, scalar in zip(copies, scalars, strict=True):
-            copy.copy_(scalar)
-        return tuple(copy[0] for copy in copies)
+        return tuple(self.new(placement, TensorKind.BUFFERS, 1, each.dtype).copy_(each)[0] for each in scalars)
 
     def synchronize(self) -> None:
         """Block the host until all copies have ended: it may then read their outputs and overwrite their inputs."""

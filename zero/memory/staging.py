@@ -42,11 +42,7 @@ class BufferPool:
     """
 
     def __init__(
-        self,
-        allocate: Allocate,
-        least_numel: int = 0,
-        dtypes: Iterable[torch.dtype] = (),
-        num_in_turn: int = 1,
+        self, allocate: Allocate, least_numel: int = 0, dtypes: Iterable[torch.dtype] = (), num_in_turn: int = 1
     ):
         self._allocate, self._least_numel, self._num_in_turn = allocate, least_numel, num_in_turn
         self._free: defaultdict[torch.dtype, deque[tuple[Tensor, Work]]] = defaultdict(deque)

@@ -54,30 +54,28 @@ class HostBarrier:
             return
         self._axis.check_process()
         self._num_uses += 1
+        own = f"{self._axis.name} rank {self._axis.rank} {purpose}"
         prefix = f"{self._prefix}/{self._num_uses}"
         # Each rank sets its purpose before it compares: the rank whose purpose differs is named with its purpose below.
         self._store.set(f"{prefix}/{self._axis.rank}", purpose)
         common = self._store.compare_set(f"{prefix}/purpose", "", purpose).decode()
         if common != purpose:
             self._store.set(f"{prefix}/end", f"{self._axis.rank}")
-            raise BrokenBarrier(f"{self._axis.name} rank {self._axis.rank} {purpose}, another rank {common}")
+            raise BrokenBarrier(f"{own}, another rank {common}")
         # A rank is counted after its purpose was found to agree: if the last one is counted, all purposes agree.
         if self._store.add(f"{prefix}/arrived", 1) == self._axis.size:
             withdraw_reason()  # before any rank goes on, and may report another one
             self._store.set(f"{prefix}/end", "")
-        self._wait_for_end(prefix, purpose, number)
+        self._wait_for_end(prefix, own, number)
         if other := self._store.get(f"{prefix}/end").decode():
             their_purpose = self._store.get(f"{prefix}/{other}").decode()
-            raise BrokenBarrier(
-                f"{self._axis.name} rank {self._axis.rank} {purpose}, {self._axis.name} rank {other} {their_purpose}"
-            )
+            raise BrokenBarrier(f"{own}, {self._axis.name} rank {other} {their_purpose}")
         # All ranks have arrived here, so none reads the keys of the use before this any more. The store would keep them
         # for the whole run.
         for key in (str(self._axis.rank), *(("purpose", "arrived", "end") if self._axis.rank == 0 else ())):
             self._store.delete_key(f"{self._prefix}/{self._num_uses - 1}/{key}")
 
-    def _wait_for_end(self, prefix: str, purpose: str, number: float) -> None:
-        own = f"{self._axis.name} rank {self._axis.rank} {purpose}"
+    def _wait_for_end(self, prefix: str, own: str, number: float) -> None:
         begin, is_silent, pause, told = self._clock(), True, FIRST_PAUSE, ""
         # Not `wait` of the store: torch prints two lines whenever its time is over.
         while not self._is_set(f"{prefix}/end"):

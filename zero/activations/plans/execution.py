@@ -119,11 +119,7 @@ class Traces:
     and buffers.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        programs: Callable[[JointGraph, int], list[Program]],
-    ):
+    def __init__(self, module: nn.Module, programs: Callable[[JointGraph, int], list[Program]]):
         # A copy, because ZeRO's hooks do not belong to the graph; its parameters are given to it when it is traced.
         shared = [value for part in module.modules() for name, value in vars(part).items() if not name.startswith("_")]
         memo: dict[int, Any] = {id(value): value for value in shared}  # such as groups of ranks

@@ -152,6 +152,21 @@ def test_stores_copy_and_change_nothing(store):
     assert taken.equal(before)
 
 
+def test_a_checkpoint_that_a_block_changes_is_copied_or_an_error():
+    def changing(x: Tensor) -> Tensor:
+        return x.mul_(3).cos()
+
+    for defragment in (True, False):
+        x = torch.randn(4, requires_grad=True)
+        loss = checkpointed_blocks(ActivationsConfig("keep", 1, defragment))([torch.cos, changing], x).sum()
+        if defragment:
+            loss.backward()
+            assert x.grad.equal(3 * (3 * x.cos()).sin() * x.sin())
+        else:
+            with pytest.raises(RuntimeError, match=r"modified in place; set ActivationsConfig\.defragment=true"):
+                loss.backward()
+
+
 def test_a_backward_may_be_repeated():
     x = torch.randn(4, requires_grad=True)
     run = checkpointed_blocks(ActivationsConfig("partition_host", 2))

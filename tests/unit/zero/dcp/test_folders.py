@@ -96,6 +96,56 @@ def test_a_run_of_deepspeed_goes_on_from_one_rank_and_from_universal_files(tmp_p
     assert train(model, optimizer) == pytest.approx(train(theirs, adamw), rel=1e-6)
 
 
+def saved(folder: Path, module: torch.nn.Module, kind: Any, **settings: Any) -> Path:
+    """Save a module, and its optimizer after a step."""
+    model = ZeroDataParallel(module, Axis.trivial("data"))
+    optimizer = ZeroOptimizer(model, kind, **settings)
+    train(model, optimizer)
+    dcp.save({"app": DistributedState(model, optimizer)}, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_names_may_end_in_those_of_others(tmp_path: Path):
+    """The first name is 0.weight, and model.1.0.weight ends in it too."""
+    first, second = (
+        torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Sequential(torch.nn.Linear(6, 6))) for _ in range(2)
+    )
+    dcp.save({"model": first.state_dict()}, checkpoint_id=tmp_path, no_dist=True)
+    load_distributed(tmp_path, ZeroDataParallel(second, Axis.trivial("data")))
+    assert all(map(torch.equal, first.parameters(), second.parameters()))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("is_there", [True, False])
+def test_groups_get_the_settings_of_their_parameters(tmp_path: Path, is_there: bool):
+    """The groups of the folder have another order, or it has one group of all parameters."""
+
+    def groups_of(module: torch.nn.Module) -> list[dict[str, Any]]:
+        return [{"params": [module.weight], "lr": 0.1}, {"params": [module.bias], "lr": 0.2}]
+
+    first, second = torch.nn.Linear(6, 4), torch.nn.Linear(6, 4)
+    saved(tmp_path, first, torch.optim.AdamW, groups=groups_of(first) if is_there else None, lr=0.3)
+    model = ZeroDataParallel(second, Axis.trivial("data"))
+    optimizer = ZeroOptimizer(model, torch.optim.AdamW, groups_of(second)[::-1])
+    load_distributed(tmp_path, model, optimizer)
+    assert [group["lr"] for group in optimizer.param_groups] == ([0.2, 0.1] if is_there else [0.3, 0.3])
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_settings_may_be_tensors_and_states_be_none(tmp_path: Path, kind: Any):
+    """SGD without momentum has no states."""
+    saved(tmp_path, torch.nn.Linear(6, 4), kind, lr=torch.tensor(0.25))
+    for lr in (1.0, torch.tensor(1.0)):
+        model = ZeroDataParallel(torch.nn.Linear(6, 4), Axis.trivial("data"))
+        optimizer = ZeroOptimizer(model, kind, lr=lr)
+        load_distributed(tmp_path, model, optimizer)
+        (group,) = optimizer.param_groups
+        assert group["lr"] == 0.25
+        assert type(group["lr"]) is type(lr)
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     dcp.save({"model": torch.nn.Linear(5, 4).state_dict()}, checkpoint_id=tmp_path / "saved", no_dist=True)

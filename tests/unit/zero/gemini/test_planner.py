@@ -226,6 +226,37 @@ def test_nothing_is_cached_in_a_step_that_does_not_follow_the_plan(monkeypatch: 
     assert found == [0, 0, sum(SHARD_BYTES), 0, sum(SHARD_BYTES)]
 
 
+def test_what_is_written_reaches_shards_in_the_cache(monkeypatch: pytest.MonkeyPatch):
+    model, optimizer = within_budget()
+    measure(monkeypatch, lambda: 0)
+    for _ in range(3):
+        model(torch.ones(2, 8)).backward()
+        optimizer.step()
+    assert cached_bytes(model) == sum(SHARD_BYTES)
+    with model.gathered(modify=True):
+        for param in model.module.parameters():
+            param.fill_(0.5)
+    assert all(values.eq(0.5).all() for values in params_of(model).values())
+
+
+def test_shards_that_an_evaluation_has_cached_are_updated(monkeypatch: pytest.MonkeyPatch):
+    losses = []
+    for context in (torch.no_grad, torch.inference_mode):
+        torch.manual_seed(0)
+        model, optimizer = within_budget()
+        measure(monkeypatch, lambda: 0)
+        for step in range(4):
+            if step == 2:  # the first step by the plan
+                with context():
+                    model(torch.ones(2, 8))
+                assert cached_bytes(model) == sum(SHARD_BYTES)
+            loss = model(torch.ones(2, 8))
+            loss.backward()
+            optimizer.step()
+        losses.append(loss.item())
+    assert losses[0] == losses[1]
+
+
 def test_the_optimizers_states_get_what_units_and_shards_leave(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
