@@ -67,6 +67,7 @@ CHANGES = {
     "--output runs/fp8/study": f"--output runs/fp8/study --variants bf16 blockwise -- {FEW_STEPS}",
     "--output runs/characters/study": f"--output runs/characters/study -- {FEW_STEPS}",
     "--output runs/learning/small": f"--output runs/learning/small --variants adamw muon -- {FEW_STEPS}",
+    "--output runs/learning/second": f"--output runs/learning/second --variants adamw -- {FEW_STEPS}",
     "--output runs/learning/large": f"--output runs/learning/large --variants adamw -- {FEW_STEPS}",
     "--megabytes 64": "--megabytes 1 --folders docs lab",
     "runs/ladder --tokens_per_parameter 2": "runs/ladder --tokens_per_parameter 0.02 --sizes 1x32 1x64 2x64",
