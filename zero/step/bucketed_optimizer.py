@@ -34,9 +34,11 @@ class BucketedOptimizer:
         self.inner, self.bytes_per_element = inner, bytes_per_element
         self._pieces = [group["params"] for group in inner.param_groups]
         self._shown = self._pieces if shown is None else [group["params"] for group in shown]
-        # A group without a parameter, even one that has no gradient, would not advance its counters.
-        assembled = [atom_of(inner, group).is_assembled for group in inner.param_groups]
-        self._idle = [[] if is_assembled else [nn.Parameter(torch.empty(0))] for is_assembled in assembled]
+        # What a group has of which this rank owns nothing: without any parameter it would not advance its counters.
+        self._idle = [
+            [] if group["params"] or atom_of(inner, group).is_assembled else [nn.Parameter(torch.empty(0))]
+            for group in inner.param_groups
+        ]
         self._set_params(self._shown)
         self._open_steps: list[None] = []  # the hook has no reference to this object: it would keep the states alive
         inner.register_step_pre_hook(partial(_check_is_open, self._open_steps))
@@ -72,7 +74,7 @@ class BucketedOptimizer:
     def begin_round(self) -> None:
         """Begin a round, and read the settings of the groups, such as the learning rate."""
         self._before = [settings_of(group) for group in self.inner.param_groups]
-        self._after = self._before
+        self._after = list(self._before)
 
     def step(self, shards: Sequence[tuple[Sequence[Piece], Tensor]]) -> None:
         """Step the optimizer for the pieces of some buckets, each with the flat gradient of the bucket's shard."""
@@ -86,8 +88,9 @@ class BucketedOptimizer:
         if self.skips_by_itself and isinstance(self.inner, torch.optim.SGD):
             self._make_momentum(stepped)
         self.inner.step()
-        if shards:
-            self._after = [settings_of(group) for group in self.inner.param_groups]
+        for number, group in enumerate(self.inner.param_groups if shards else ()):
+            if group["params"]:
+                self._after[number] = settings_of(group)
         for piece in stepped:
             piece.param.grad = None
 

@@ -36,7 +36,7 @@ class LossScale:
     ):
         self.is_dynamic, self.initial, self._minimum = is_dynamic, initial, minimum
         self._growth_interval, self._hysteresis = growth_interval, hysteresis
-        self.scale = torch.tensor(float(initial), device=device)
+        self.scale = torch.tensor(float(initial), dtype=torch.float32, device=device)
         # Consecutive steps without overflow, and with overflow, up to now.
         self._num_good = torch.zeros((), dtype=torch.int64, device=device)
         self._num_overflowed = torch.zeros((), dtype=torch.int64, device=device)

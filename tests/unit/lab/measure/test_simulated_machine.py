@@ -26,6 +26,7 @@ MACHINE = dataclasses.replace(
     CLUSTER,
     device="cpu",
     num_multiprocessors=1,
+    collective_multiprocessors=0,
     product_tile=16,
     splits_products=False,
     tile_overhead=8.0,
