@@ -1,7 +1,7 @@
 """Hooks before and after the modules of a model, which its copies do not have and torch.compile does not trace."""
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from types import MethodType
 from typing import Any, Protocol
 
@@ -21,8 +21,6 @@ class CallObserver(Protocol):
     def after_forward(self, unit: Unit, module: nn.Module, output: Any) -> None: ...
 
     def is_running(self, unit: Unit) -> bool: ...
-
-    def end_interrupted(self) -> None: ...
 
 
 class PersistentHooks:
@@ -54,7 +52,6 @@ class ModuleHooks:
         self.begin = torch.compiler.disable(self._enclose_root)
         self.handles: list[RemovableHandle] = []
         self._methods: list[tuple[nn.Module, str]] = []
-        self._num_open_methods = 0
         names: dict[nn.Module, list[str]] = {}
         for name, module in root.named_modules(remove_duplicate=False):
             names.setdefault(module, []).append(name)
@@ -71,10 +68,7 @@ class ModuleHooks:
         """Put the hooks of the root around the user's, before it is called; the forward begins with them.
 
         Below the root, a hook that is put before these reads parameters while the root runs, and so can gather them.
-        Torch calls no hook after a KeyboardInterrupt: what runs now without being inside a method was interrupted.
         """
-        if not self._num_open_methods:
-            self._observer.end_interrupted()
         run_first(self._root, self._before_root)
 
     def register_method(self, module: nn.Module, name: str) -> None:
@@ -82,15 +76,8 @@ class ModuleHooks:
         if isinstance(vars(module).get(name), ForwardMethod):
             return
         unit = self._unit_of[module]
-
-        def before(args: tuple, kwargs: dict) -> None:
-            self._observer.before_forward(unit, module, args, kwargs)
-            self._num_open_methods += 1
-
-        def after(output: Any) -> None:
-            self._num_open_methods -= 1
-            self._observer.after_forward(unit, module, output)
-
+        before = partial(self._observer.before_forward, unit, module)
+        after = partial(self._observer.after_forward, unit, module)
         setattr(module, name, ForwardMethod(module, name, before, after))
         self._methods.append((module, name))
 

@@ -170,12 +170,6 @@ class UnitScheduler:
         """Return whether calls of the unit's modules are inside one that has been reported already."""
         return unit in self._access.running
 
-    def end_interrupted(self) -> None:
-        """End the calls that nothing has ended, the innermost first."""
-        for unit, call in reversed(list(self._access.running.items())):
-            call.depth = 1
-            self.after_forward(unit, call.module, None)
-
     def _before_backward(self, call: Call) -> None:
         self._passes.enter_backward()
         if call in self._in_backward:

@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 from parallel.mesh import Axis
 from zero.buckets.grad_shard import Held
 from zero.engine import ZeroDataParallel
-from zero.optimizer import ZeroOptimizer
 from zero.partition.config import ZeroConfig
 
 WIDTH = 4
@@ -96,48 +95,6 @@ def test_a_backward_after_one_that_failed_unshards_one_unit_at_a_time():
     model.reducer.clear()
     output(fails=False).backward()
     assert found == [["layers.0"]]
-
-
-def test_a_forward_that_was_interrupted_leaves_no_unit_running():
-    """Torch calls no hook after an interrupt. A layer that seems to run is not unsharded."""
-
-    def losses_of(interrupts: bool) -> list[float]:
-        torch.manual_seed(1)
-        model = wrapped(Chain())
-        optimizer = ZeroOptimizer(model, torch.optim.SGD, lr=0.1)
-        losses = []
-        for _ in range(3):
-            if interrupts:
-                hook = model.module.layers[1].register_forward_pre_hook(interrupt)
-                with pytest.raises(KeyboardInterrupt):
-                    model(torch.ones(1, WIDTH))
-                hook.remove()
-            loss = model(torch.ones(1, WIDTH)).sum()
-            loss.backward()
-            optimizer.step()
-            assert unsharded(model) == []
-            losses.append(loss.item())
-        return losses
-
-    assert losses_of(interrupts=True) == losses_of(interrupts=False)
-
-
-class Twice(Chain):
-    def twice(self, model: nn.Module, x: Tensor) -> Tensor:
-        return model(model(x)) @ self.layers[0].weight
-
-
-def test_a_method_that_calls_the_model_is_not_taken_for_interrupted():
-    torch.manual_seed(1)
-    module = Twice()
-    expected = module.twice(module, torch.ones(1, WIDTH))
-    model = wrapped(module)
-    model.register_forward_method("twice")
-    assert model.module.twice(model, torch.ones(1, WIDTH)).equal(expected)
-
-
-def interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
 
 
 def test_a_derivative_by_the_input_delays_no_reduction():
