@@ -66,7 +66,8 @@ class DistributedFolder:
         first = section + next(iter(wanted))
         prefixes = self.prefixes(first)
         if len(prefixes) > 1:  # 1.0.weight ends in 0.weight too
-            prefixes = [each for each in prefixes if all(f"{each}{section}{name}" in self._stored for name in wanted)]
+            fitting = [each for each in prefixes if all(f"{each}{section}{name}" in self._stored for name in wanted)]
+            prefixes = fitting or prefixes
         if len(prefixes) != 1:
             raise ConfigError(
                 f"{self.path} has {len(prefixes)} tensors whose names end in {first}, and one is needed; choose the "
@@ -106,12 +107,13 @@ class DistributedFolder:
 
         Raises ConfigError if it is something else.
         """
-        for prefix in self.prefixes(name)[:1]:
-            ((key, value),) = self.values([f"{prefix}{name}"]).items()
-            if type(value) not in (int, float) or not 0 <= value < math.inf:
-                raise ConfigError(f"{self.path} is damaged ({key} is {shown(value)}); choose another folder")
-            return value
-        return None
+        key = next((f"{prefix}{name}" for prefix in self.prefixes(name)), None)
+        if key is None:
+            return None
+        value = self.values([key])[key]
+        if type(value) not in (int, float) or not 0 <= value < math.inf:
+            raise ConfigError(f"{self.path} is damaged ({key} is {shown(value)}); choose another folder")
+        return value
 
     def count(self, name: str) -> int | None:
         """Return the number whose key ends in `name` as an integer."""
@@ -141,7 +143,7 @@ def load_state(
     content = state.state_dict()
     wanted: dict[str, Any] = there.find("", renamed(content["model"], naming))
     if optimizer is not None:
-        wanted |= there.find(
+        states = there.find(
             "state.",
             {
                 f"{theirs}.{kind}": part
@@ -150,8 +152,9 @@ def load_state(
                 for theirs, part in naming(name, value).items()
             },
         )
+        wanted |= states
         if with_settings:
-            _load_settings(there, content["optim"]["param_groups"])
+            _load_settings(there, content["optim"]["param_groups"], next(iter(states), ""))
         _load_loss_scale(there, optimizer.loss_scale)
     there.load(wanted)
     state.load_state_dict(content)
@@ -162,12 +165,13 @@ def renamed(tensors: Mapping[str, Tensor], naming: Naming) -> dict[str, Tensor]:
     return {theirs: part for name, tensor in tensors.items() for theirs, part in naming(name, tensor).items()}
 
 
-def _load_settings(there: DistributedFolder, groups: Iterable[dict[str, Any]]) -> None:
-    """Give each group the settings that its first parameter has there.
+def _load_settings(there: DistributedFolder, groups: Iterable[dict[str, Any]], a_state: str) -> None:
+    """Give each group the settings that its first parameter has there, in the optimizer that has the key `a_state`.
 
     If the groups there do not name parameters, as those of DeepSpeed, they are in the same order.
     """
     begins = [begin for begin in there.prefixes("params") if "param_groups." in begin]
+    begins.sort(key=lambda begin: a_state.startswith(f"{begin.partition('param_groups.')[0]}state."))  # the last counts
     members = there.values(f"{begin}params" for begin in begins).values()
     lists = [(begin, names) for begin, names in zip(begins, members, strict=True) if isinstance(names, list)]
     begin_of = {name: begin for begin, names in lists for name in names if isinstance(name, str)}

@@ -1,7 +1,7 @@
 """A torch optimizer that updates some of its parameters at a time."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -34,11 +34,7 @@ class BucketedOptimizer:
         self.inner, self.bytes_per_element = inner, bytes_per_element
         self._pieces = [group["params"] for group in inner.param_groups]
         self._shown = self._pieces if shown is None else [group["params"] for group in shown]
-        # What a group has of which this rank owns nothing: without any parameter it would not advance its counters.
-        self._idle = [
-            [] if group["params"] or atom_of(inner, group).is_assembled else [nn.Parameter(torch.empty(0))]
-            for group in inner.param_groups
-        ]
+        self._counting = {n for n, group in enumerate(inner.param_groups) if not atom_of(inner, group).is_assembled}
         self._set_params(self._shown)
         self._open_steps: list[None] = []  # the hook has no reference to this object: it would keep the states alive
         inner.register_step_pre_hook(partial(_check_is_open, self._open_steps))
@@ -74,25 +70,36 @@ class BucketedOptimizer:
     def begin_round(self) -> None:
         """Begin a round, and read the settings of the groups, such as the learning rate."""
         self._before = [settings_of(group) for group in self.inner.param_groups]
-        self._after = list(self._before)
+        self._after, self._idle = list(self._before), set(self._counting)
 
     def step(self, shards: Sequence[tuple[Sequence[Piece], Tensor]]) -> None:
         """Step the optimizer for the pieces of some buckets, each with the flat gradient of the bucket's shard."""
         stepped = [piece for pieces, _ in shards for piece in pieces]
         for number, group in enumerate(self.inner.param_groups):
-            params = [piece.param for piece in stepped if piece.group == number]
-            _replace(group, self._before[number], params or self._idle[number])
+            _replace(group, self._before[number], [piece.param for piece in stepped if piece.group == number])
         for pieces, grad in shards:
             for piece in pieces:
                 piece.param.grad = grad[piece.elements.start : piece.elements.stop]
         if self.skips_by_itself and isinstance(self.inner, torch.optim.SGD):
             self._make_momentum(stepped)
         self.inner.step()
-        for number, group in enumerate(self.inner.param_groups if shards else ()):
-            if group["params"]:
-                self._after[number] = settings_of(group)
+        self._keep_counters({piece.group for piece in stepped})
         for piece in stepped:
             piece.param.grad = None
+
+    def _keep_counters(self, stepped: set[int]) -> None:
+        for number in stepped:
+            self._after[number] = settings_of(self.inner.param_groups[number])
+        self._idle -= stepped
+
+    def _count_idle(self) -> None:
+        """Advance the counters of the groups of which this rank has stepped nothing, as other ranks have."""
+        stand_in = nn.Parameter(torch.empty(0))  # without a gradient, as a parameter that was not used
+        for number, group in enumerate(self.inner.param_groups):
+            _replace(group, self._before[number], [stand_in] if number in self._idle else [])
+        with suppress(AttributeError, TypeError):  # of an optimizer that takes every parameter to have a gradient
+            self.inner.step()
+            self._keep_counters(set(self._idle))
 
     def _make_momentum(self, pieces: Sequence[Piece]) -> None:
         """Begin with a momentum of zeros: fused SGD does not initialize it in a first step that is skipped."""
@@ -104,11 +111,14 @@ class BucketedOptimizer:
     def skip_round(self) -> None:
         """Step without parameters: a schedule of learning rates warns if the optimizer has not stepped before it."""
         self.begin_round()
+        self._idle.clear()
         self.step([])
         self.end_round()
 
     def end_round(self) -> None:
         """End a round: the groups have all parameters, and the counters that the round has advanced."""
+        if self._idle:
+            self._count_idle()
         for number, group in enumerate(self.inner.param_groups):
             _replace(group, self._after[number], self._shown[number])
 

@@ -133,6 +133,25 @@ def test_groups_get_the_settings_of_their_parameters(tmp_path: Path, is_there: b
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("names", ["ab", "ba"])
+def test_settings_are_those_of_the_optimizer_whose_states_are_loaded(tmp_path: Path, names: str):
+    """The folder has two models, whose first parameters have the same name."""
+
+    def start(num_layers: int, lr: float) -> tuple[ZeroDataParallel, ZeroOptimizer]:
+        layers = (torch.nn.Linear(6, 6) for _ in range(num_layers))
+        model = ZeroDataParallel(torch.nn.Sequential(*layers), Axis.trivial("data"))
+        return model, ZeroOptimizer(model, torch.optim.AdamW, lr=lr)
+
+    there = {name: start(num_layers, lr) for name, num_layers, lr in zip(names, (2, 1), (0.5, 0.25), strict=True)}
+    for model, optimizer in there.values():
+        train(model, optimizer)
+    dcp.save({name: DistributedState(*there[name]) for name in sorted(there)}, checkpoint_id=tmp_path, no_dist=True)
+    model, optimizer = start(2, 1.0)
+    load_distributed(tmp_path, model, optimizer)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
 def test_settings_may_be_tensors_and_states_be_none(tmp_path: Path, kind: Any):
     """SGD without momentum has no states."""
