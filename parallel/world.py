@@ -300,7 +300,7 @@ def _exit_after_loss(error: Exception) -> NoReturn:
     then takes that one for the first that failed.
     """
     found = next((part for part in LOST_CONNECTION if part in str(error)), str(error).strip().partition("\n")[0])
-    reason = f"another rank or its node was lost ({found}); start again to resume from the newest checkpoint"
+    reason = f"another rank or its node was lost ({found}); start again; training resumes from its checkpoint"
     is_first = _count(LOSS_KEY, is_of_node=False) == 1
     time.sleep(LOSS_SECONDS)
     _print_and_exit(reason, is_first, LOSS_KEY, watchdog.EXIT_CODE)

@@ -126,7 +126,7 @@ def build_mesh(settings: Settings, world: World) -> Mesh:
         allocate=allocate_buffer,
     )
     check_mesh(settings, mesh)
-    # For the ConfigError of both: the second one raises one if warm-up and decay overlap.
+    # Both raise ConfigError: of a family that has no such model, and of a warm-up and a decay that overlap.
     if settings.checkpoint.weights:
         family_of(settings.model)
     learning_rate(settings.schedule, settings.optimizer.lr, 0, settings.train.steps)

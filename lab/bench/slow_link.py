@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def measure(nodes: list[Node], settings: dict[str, object], rate: int | None, folder: Path) -> dict:
-    """Return the seconds of a step of each layout, measured and projected, and the cluster file of the preflight."""
+    """Return the seconds of a step of each layout, measured and projected, and the cluster file that was measured."""
     folder.mkdir()
     cluster = folder / "cluster.yaml"
     launch_on(nodes, NUM_RANKS // len(nodes), "lab.measure", "--write", str(cluster))

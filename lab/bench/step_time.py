@@ -151,7 +151,7 @@ def build_contenders(options: argparse.Namespace, world: World, mesh: Mesh, batc
     template(batches[0, :, :-1], batches[0, :, 1:]).backward()
     template.zero_grad()
     contenders = {}
-    for name in options.contenders:
+    for name in dict.fromkeys(options.contenders):
         return_freed_memory(at_least_bytes=2**16)
         before = reset_peak_memory(world.device)
         model = copy.deepcopy(template)
@@ -251,7 +251,7 @@ def mean_over_ranks(losses: list[Tensor]) -> Tensor:
 
 
 def result_lines(rows: list[Row]) -> list[str]:
-    """Return the table of the result, as the pages of docs/results have it."""
+    """Return the table of the result in Markdown."""
     lines = []
     for row in rows:
         of_time, loss = quartiles(row.ratios), row.loss_difference

@@ -112,7 +112,9 @@ class Study:
 
     def __init__(self, path: Path, output: Path, chosen: Sequence[str] = (), more: Sequence[str] = ()):
         found = read_section(path, f"study {path}")
-        if missing := {"options", "corpora", "seeds", "variants"} - {name for name, value in found.items() if value}:
+        if missing := {"options", "corpora", "seeds", "variants"} - {
+            name for name, value in found.items() if value or name == "options"
+        }:
             raise ConfigError(f"{path} has no {', '.join(sorted(missing))}; see python -m lab.bench.study --help")
         self._runs: dict[tuple[str, ...], Run] = {}  # by their options: each reads its settings once
         self._output, self._options, self._more = output, shlex.split(found["options"]), more

@@ -144,7 +144,7 @@ def plot_lost(rows: Sequence[dict], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, help="a JSON file; required")
+    parser.add_argument("--output", type=Path, required=True, help="a JSON file")
     parser.add_argument("--limits", type=float, nargs="*", default=[], help="of the link, Mbit/s: measured one by one")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--micro_batches", type=int, nargs="+", default=MICRO_BATCHES)
@@ -155,8 +155,6 @@ def main() -> None:
     if options.nodes:
         measure_rank(options)
         return
-    if options.output is None:
-        parser.error("--output is required")
     if reason := testbed_problem():
         sys.exit(f"skipped: {reason}")
     options.output.parent.mkdir(parents=True, exist_ok=True)

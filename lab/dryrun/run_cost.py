@@ -41,7 +41,7 @@ class RunCost:
 def steps_for(tokens: float, settings: Settings) -> int:
     """Return the number of steps that so many tokens take. Raise ConfigError if there are none."""
     if not 0 < tokens < math.inf:
-        raise ConfigError(f"{tokens:g} tokens are no length of a run; choose a number above 0")
+        raise ConfigError(f"a run of {tokens:g} tokens is not possible; choose a number of tokens above 0")
     samples, train = math.ceil(tokens / settings.model.seq_length), settings.train
     steps = 0
     while (missing := samples - consumed_samples_after(train, steps)) > 0:

@@ -182,7 +182,7 @@ def main() -> int:
     parser.add_argument("--beside_checkpoints", action="store_true", help="go on from checkpoints, too")
     options = parser.parse_args()
     if options.lose != 1 and (options.beside_checkpoints or options.by == "link"):
-        parser.error(f"--lose={options.lose} has no --beside_checkpoints and no --by link; choose --lose=1")
+        parser.error(f"--beside_checkpoints and --by link need --lose=1, not {options.lose}")
     if reason := testbed_problem():
         sys.exit(f"skipped: {reason}")
     num_wrong, seconds = 0, defaultdict[str, list[float]](list)

@@ -109,6 +109,5 @@ def main(words: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    # The store may end with the first rank's process, which has gathered the rates of all ranks before it ends.
     with exit_as_rank():
         main(sys.argv[1:])

@@ -184,11 +184,11 @@ def _windows(layers: int, seq: int) -> float:
 
 
 def read_rows(path: Path = ROWS) -> list[Row]:
-    """Return the rows of a file. Raises ConfigError, which names the line, if it has none or one is wrong."""
-    rows = []
-    for number, values in enumerate(csv.DictReader(read_text(path, str(path)).splitlines()), 2):
+    """Return the rows of a file. Raises ConfigError if it cannot be read, or with the line of a row that is wrong."""
+    rows, reader = [], csv.DictReader(read_text(path, str(path)).splitlines())
+    for values in reader:
         try:
             rows.append(Row.parse(values))
         except (ValueError, OverflowError) as error:
-            raise ConfigError(f"{path}, line {number}: {error}") from error
+            raise ConfigError(f"{path}, line {reader.line_num}: {error}") from error
     return rows

@@ -4,6 +4,7 @@ import socket
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 from rich.table import Table
 
@@ -20,10 +21,10 @@ def find_nodes(world: World) -> tuple[str, ...]:
     If several nodes have the same name, the number of their first rank is appended to it.
     """
     own = socket.gethostname(), world.rank - world.local_rank
-    return tuple(Decisions(world.rank, world.size).decide(own, _told_apart))
+    return tuple(Decisions(world.rank, world.size).decide(own, _names))
 
 
-def _told_apart(found: list[tuple[str, int]]) -> list[str]:
+def _names(found: Sequence[Sequence[Any]]) -> list[str]:
     first_ranks: defaultdict[str, set[int]] = defaultdict(set)
     for name, first in found:
         first_ranks[name].add(first)

@@ -140,7 +140,8 @@ class PlacementPlanner(Residency):
                 "offload: %.3g of %.3g GB are free at the tightest moment; %.3g for units that are prefetched or kept, "
                 "%.3g for the optimizer's states of %d of %d buckets, the rest for shards of parameters",
                 *(each / GIGA for each in (least_room, self.recorder.budget_bytes, unit_bytes, placed_bytes)),
-                *(num_placed, len(buckets)),
+                num_placed,
+                len(buckets),
             )
 
     def _plan_cache(self, taken_bytes: int) -> None:

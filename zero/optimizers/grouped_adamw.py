@@ -48,7 +48,7 @@ class GroupedAdamW(CautiousAdamW):
         for name, values in choices.items():
             if group[name] not in values:
                 known = " or ".join(map(repr, values))
-                raise ValueError(f"{type(self).__name__} has {name}={group[name]!r} of a group; choose {known}")
+                raise ValueError(f"{type(self).__name__} has {name}={group[name]!r} in a group; choose {known}")
 
     def _common_value(self, name: str) -> Any:
         """Return the value that a setting has in all groups of the method. Raises ValueError if they differ."""
@@ -58,7 +58,7 @@ class GroupedAdamW(CautiousAdamW):
         return values[0] if values else self.defaults[name]
 
     def state_dict(self) -> NoReturn:
-        """Refuse what would lack the states of matrices, and get the others back in another type."""
+        """Raise RuntimeError: torch's state dict would lose states of matrices, and change the type of others."""
         raise RuntimeError(
             f"a state dict of torch does not keep the states of {type(self).__name__}; pass this class to "
             "ZeroOptimizer, and use `save` and `load` of zero"

@@ -122,8 +122,9 @@ class Muon(MatrixOptimizer):
         rate = super().rate(group, shape)
         if shape is None:
             return rate
-        matches_adamw = group["adjust_lr_fn"] == "match_rms_adamw"
-        return rate * (0.2 * math.sqrt(max(shape)) if matches_adamw else math.sqrt(max(1, shape[0] / shape[1])))
+        if group["adjust_lr_fn"] == "match_rms_adamw":
+            return rate * (0.2 * math.sqrt(max(shape)))
+        return rate * math.sqrt(max(1, shape[0] / shape[1]))
 
     @staticmethod
     def flops(shape: tuple[int, int], group: dict[str, Any]) -> int:

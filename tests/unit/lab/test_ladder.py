@@ -73,7 +73,7 @@ def test_a_power_law_is_found_with_the_error_of_a_prediction():
         (["--sizes", "1x8", "1x8", "1x16"], "has 2 sizes"),
         (["--sizes", "a", "1x8", "2x8"], "a is not LAYERS"),
         (["--head_size", "0"], "--head_size=0 is below 1"),
-        (["--tokens_per_parameter", "nan"], "nan tokens are no length of a run"),
+        (["--tokens_per_parameter", "nan"], "a run of nan tokens"),
     ],
 )
 def test_what_cannot_be_a_ladder_is_refused(tmp_path, options, said):

@@ -324,9 +324,9 @@ def test_a_length_in_tokens_is_a_number_of_steps(text: str, steps: int):
     [
         ("many", "--tokens=many is no number of tokens"),
         ("3MB", "--tokens=3MB is no number of tokens"),
-        ("nan", "nan tokens are no length of a run"),
-        ("1e400", "inf tokens are no length of a run"),
-        ("-5", "-5 tokens are no length of a run"),
+        ("nan", "a run of nan tokens"),
+        ("1e400", "a run of inf tokens"),
+        ("-5", "a run of -5 tokens"),
     ],
 )
 def test_what_is_no_length_of_a_run_is_refused(text: str, said: str):

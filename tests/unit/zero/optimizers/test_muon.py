@@ -330,9 +330,9 @@ def test_a_setting_that_groups_have_in_common_is_taken_from_them_and_may_not_dif
         (Muon, {"iteration": "newton"}, "iteration='newton' .*'newton_schulz' or 'polar_express'"),
         (Muon, {"iterates_on": "rows"}, "iterates_on='rows' .*'gram' or 'matrix'"),
         (Muon, {"adjust_lr_fn": "match_rms"}, "adjust_lr_fn='match_rms' .*'match_rms_adamw'"),
-        (Soap, {"dtype": "bf16"}, "Soap has dtype='bf16' of a group; choose 'fp32' or 'fp64'"),
-        (Dion, {"dtype": "bf16"}, "Dion has dtype='bf16' of a group; choose 'fp32' or 'fp64'"),
-        (AdamW8bit, {"amsgrad": True}, "AdamW8bit has amsgrad=True of a group; choose False"),
+        (Soap, {"dtype": "bf16"}, "Soap has dtype='bf16' in a group; choose 'fp32' or 'fp64'"),
+        (Dion, {"dtype": "bf16"}, "Dion has dtype='bf16' in a group; choose 'fp32' or 'fp64'"),
+        (AdamW8bit, {"amsgrad": True}, "AdamW8bit has amsgrad=True in a group; choose False"),
         *((kind, {"maximize": True}, "maximize=True .* choose False") for kind in (Muon, Soap, Dion, AdamWBf16)),
     ],
 )
@@ -392,5 +392,5 @@ def test_a_vector_in_a_group_of_matrices_is_refused():
     model = ZeroDataParallel(module, Axis.trivial("data"), ZeroConfig(1))
     with pytest.raises(ConfigError, match=r"first.bias of shape \(12,\) has 1 dims and is no matrix"):
         ZeroOptimizer(model, Muon)
-    with pytest.raises(ConfigError, match=r"update='sgd' of a group; choose 'muon' or 'adamw'"):
+    with pytest.raises(ConfigError, match=r"update='sgd' in a group; choose 'muon' or 'adamw'"):
         ZeroOptimizer(model, Muon, [{"params": module.parameters(), "update": "sgd"}])
