@@ -19,6 +19,7 @@ from tests.distributed.gpt import test_checkpoint_layouts as layouts
 from tests.distributed.gpt import test_weights_out as weights_out
 from tests.distributed.parallel import test_context_parallel as context
 from tests.distributed.parallel import test_tensor_layers as layers
+from tests.distributed.zero import test_distributed_state as distributed_state
 from tests.distributed.zero import test_gathered as gathered
 from tests.distributed.zero import test_several_optimizers as several
 from tests.distributed.zero import test_sharded_init as sharded_init
@@ -81,6 +82,11 @@ def save_and_resume(case: layouts.LayoutCase, folder: Path) -> None:
     layouts.load_and_train(case, folder / "step-00000002", 3)
 
 
+def save_and_read_whole_states(stage: int, folder: Path) -> None:
+    (way, *_) = distributed_state.WAYS
+    distributed_state.go_on(way, None, folder / "saved", stage)
+
+
 OF_MATRICES = [
     [muon.Case(3, 2, offload=muon.HOST)],
     [muon.Case(1, 2, offload=OPTIMIZER, num_micro_batches=3)],
@@ -127,6 +133,7 @@ SCENARIOS: dict[str, tuple[Any, ...]] = {  # (number of ranks, function, argumen
 FILES = {
     "a run that is resumed": (2, save_and_resume, layouts.LayoutCase(1, 2)),
     "a run that is resumed from the host": (2, save_and_resume, layouts.LayoutCase(3, 2, offload=HOST)),
+    "whole tensors of a state dict": (2, save_and_read_whole_states, 3),
     "exported weights": (4, weights_out.train_and_export, weights_out.DEFAULT_CASES[1]),
 }
 
