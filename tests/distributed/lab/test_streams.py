@@ -199,6 +199,20 @@ def test_no_operation_races(values):
     check_imitated(dict(zip(FACTORS, values, strict=True)))
 
 
+@pytest.mark.parametrize("offload", ["none", "host"])
+@pytest.mark.parametrize("others", ["", "--zero.optimizer_over=all"])
+def test_sums_of_groups_in_a_fixed_order_do_not_race(offload, others):
+    bits = f"--train.reproducible=layout --train.reproducible_blocks=4 {others}"
+    values = (2, (4, 2, 1), 2, "reduce", "none", offload, "bf16", "adamw", bits)
+    settings = settings_of(dict(zip(FACTORS, values, strict=True)))
+    with imitated_world(3, 4, 4, "nccl") as world, streams_checked(world.device):
+        mesh = build_mesh(settings, world)
+        state = build(settings, mesh, world.device)
+        micro_batches = blank_micro_batches(settings.train, settings.model.seq_length, mesh.data.size)
+        for _ in range(3):
+            train_step(state.model, state.optimizer, micro_batches, mesh)
+
+
 def test_a_dry_run_ends_with_the_wait_that_is_missing(monkeypatch):
     values = (3, (2, None, 1), 1, "reduce", "none", "none", "bf16", "adamw", "--profile.check_streams=true")
     settings = settings_of(dict(zip(FACTORS, values, strict=True)))
