@@ -27,9 +27,10 @@ def chosen_activations(settings: Settings, mesh: Mesh, replicas: Axis, device: t
     if activations.store not in ("auto", "planned") or activations.budget_gb:
         return activations
     hardware = activations.hardware
-    # The least of all ranks: with other stores or plans their collectives would differ.
-    least = mesh.data.min_over_ranks(mesh.tensor.min_over_ranks(memory_per_rank(device, mesh)))
-    memory_bytes = hardware.memory_gb * 1e9 if hardware.memory_gb else least
+    if hardware.memory_gb:
+        memory_bytes = hardware.memory_gb * 1e9
+    else:  # the least of all ranks: with other stores or plans their collectives would differ
+        memory_bytes = mesh.data.min_over_ranks(mesh.tensor.min_over_ranks(memory_per_rank(device, mesh)))
     work = workload(settings, mesh.data.size, replicas.size)
     if activations.store == "planned":
         return replace(activations, budget_gb=max(memory_bytes * USABLE_FRACTION - work.state_bytes, 1.0) / 1e9)

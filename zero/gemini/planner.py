@@ -139,7 +139,10 @@ class PlacementPlanner(Residency):
             logger.info(
                 "offload: %.3g of %.3g GB are free at the tightest moment; %.3g for units that are prefetched or kept, "
                 "%.3g for the optimizer's states of %d of %d buckets, the rest for shards of parameters",
-                *(each / GIGA for each in (least_room, self.recorder.budget_bytes, unit_bytes, placed_bytes)),
+                least_room / GIGA,
+                self.recorder.budget_bytes / GIGA,
+                unit_bytes / GIGA,
+                placed_bytes / GIGA,
                 num_placed,
                 len(buckets),
             )
