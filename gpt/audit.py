@@ -26,11 +26,11 @@ from data.batches import BatchLoader
 from data.documents import MicroBatch
 from gpt.builder.leaves import Leaves
 from gpt.builder.train_state import TrainState
+from gpt.monitor.node_map import span
 from gpt.train_step import differentiate, loss_dtype, loss_factor, mean_count, num_counted, share_of
-from parallel.errors import ConfigError
-from parallel.launch.node_map import span
 from parallel.mesh import Axis
 from parallel.tensor.split_parameters import split_dims
+from parallel.validation.errors import ConfigError
 from zero.buckets.hashes import GradientHashes, bit_sum
 from zero.partition.stage import Lifetime
 

@@ -18,8 +18,8 @@ from gpt.settings.data import DataSettings
 from gpt.settings.schedule import consumed_samples_after
 from gpt.settings.training import TrainSettings
 from gpt.shape.config import ModelConfig
-from parallel.errors import ConfigError
 from parallel.mesh import Mesh
+from parallel.validation.errors import ConfigError
 from parallel.world import World
 
 NUM_PROMPTS, PROMPT_TOKENS = 3, 8  # if the settings give none

@@ -13,8 +13,8 @@ from data.errors import DataError
 from gpt.builder.train_state import build_mesh
 from gpt.preflight import describe_job
 from gpt.settings.parser import parse_settings
-from parallel.errors import ConfigError, exit_on_config_error
 from parallel.launch import elastic
+from parallel.validation.errors import ConfigError, exit_on_config_error
 from parallel.world import imitated_world
 
 

@@ -39,7 +39,7 @@ from gpt.settings.option_names import messages_in_option_names
 from gpt.settings.parser import parse_settings
 from gpt.settings.settings import Settings
 from gpt.tasks import Request, judge, load_tasks, perplexity_of, score
-from parallel.errors import ConfigError
+from parallel.validation.errors import ConfigError
 from parallel.world import World, exit_as_rank, start_world
 
 # These undo WikiText's own tokenization, as GPT-2's authors and Megatron-LM do before they evaluate.

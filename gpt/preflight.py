@@ -15,9 +15,9 @@ from data.blend import parse_path
 from data.errors import DataError
 from gpt.settings.parser import parse_settings
 from gpt.settings.tree import dotted
-from parallel.errors import exit_on_config_error
 from parallel.launch import preflight
 from parallel.launch.node_facts import Job
+from parallel.validation.errors import exit_on_config_error
 
 
 def describe_job(arguments: Sequence[str], num_ranks: int | None) -> Job:

@@ -24,8 +24,8 @@ from torch import Tensor
 from data.errors import DataError
 from data.tokenizer import Tokenizer
 from gpt.generate import attention_of_any_length, evaluation
-from parallel.errors import ConfigError
 from parallel.mesh import Mesh
+from parallel.validation.errors import ConfigError
 from zero.engine import ZeroDataParallel
 
 

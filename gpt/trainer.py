@@ -24,6 +24,7 @@ from gpt.generate import sample_texts
 from gpt.monitor.collectives import profiled
 from gpt.monitor.console import RunConsole, nothing_left
 from gpt.monitor.metrics import Throughput, memory_by_kind, peak_flops, peak_memory, sent_bytes
+from gpt.monitor.node_map import find_nodes, node_table
 from gpt.monitor.profiling import Profiler, straggler_lines, timer_table
 from gpt.monitor.records import Records
 from gpt.monitor.watch import Watch
@@ -31,7 +32,6 @@ from gpt.settings.schedule import batch_plan, consumed_samples_after, learning_r
 from gpt.settings.settings import Settings
 from gpt.tasks import judge, load_tasks
 from gpt.train_step import evaluate, mean_over, train_step
-from parallel.launch.node_map import find_nodes, node_table
 from parallel.world import World
 
 

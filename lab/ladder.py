@@ -28,8 +28,8 @@ from gpt.shape.flops import model_flops
 from lab.bench.study import Run
 from lab.dryrun.run_cost import steps_for
 from lab.pages.plots import plot
-from parallel.errors import ConfigError, exit_on_config_error
 from parallel.launch.preflight import split_words
+from parallel.validation.errors import ConfigError, exit_on_config_error
 
 SIZES = "1x32", "2x48", "2x64", "3x96", "4x128"
 WARMUP_PART = 20  # of the steps

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from gpt.settings.parser import TREE
 from gpt.settings.tree import Group, Leaf, default_text, sections, summary
 from lab.pages.markdown import ROOT, table, with_blocks
-from parallel.fields import describe
+from parallel.validation.fields import describe
 
 PAGE = ROOT / "docs" / "settings.md"
 

@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from parallel.comm_log import CommEvent, CommLog
-from parallel.errors import ConfigError
 from parallel.pairwise import Allocate, PairwiseMessages, new_buffer, sum_ranks
 from parallel.store import with_reason
 from parallel.streams import active_simulation
 from parallel.torch_internals import flatten_mesh, take_default_timeout
+from parallel.validation.errors import ConfigError
 
 HALF_TYPES = torch.float16, torch.bfloat16
 WaitCalls = tuple[Callable[[], object], Callable[[], object]]

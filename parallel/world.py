@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 
 from parallel import watchdog
-from parallel.errors import ConfigError, NodeError
 from parallel.pairwise import complete_all
 from parallel.process_defaults import num_gpus_of_node, set_variables, share_cores
 from parallel.store import FAILURE_KEY, has_failed_elsewhere, num_failures
 from parallel.torch_internals import FakeStore, default_store, take_default_timeout
+from parallel.validation.errors import ConfigError, NodeError
 
 LEFT_KEY = "ranks_that_leave"  # in the default store: the number of ranks that have called `stop_world`
 LOSS_KEY = "ranks_that_lost_another"  # in the default store: the number of ranks that have noticed the loss of one

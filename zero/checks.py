@@ -10,9 +10,9 @@ import torch
 from numpy.lib.array_utils import byte_bounds
 from torch import Tensor, nn
 
-from parallel.errors import ConfigError, check_type
 from parallel.mesh import Axis
 from parallel.torch_internals import FakeTensor, storage_id
+from parallel.validation.errors import ConfigError, check_type
 from zero.buckets.guarded_parameter import GuardedParameter
 from zero.fp8.scaling import RECIPES, Blocks, scaled_weights
 from zero.memory.placement import OffloadConfig

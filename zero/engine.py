@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from parallel.autograd_internals import python_modules, restore_parameter_tables
-from parallel.errors import ConfigError
 from parallel.mesh import Axis
 from parallel.tensor.gradient_sums import set_deferred
 from parallel.tensor.split_parameters import split_dims
+from parallel.validation.errors import ConfigError
 from zero.buckets.bucket import Bucket
 from zero.buckets.chunked_tensor import ChunkedTensor, ParameterChunks
 from zero.buckets.flat import FlatContext, FlatParameters, is_absent

@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 from parallel.autograd_internals import foreach_mul_
-from parallel.errors import ConfigError, check_type
 from parallel.memory_kinds import TensorKind, allocating
 from parallel.mesh import Axis
 from parallel.tensor.gradient_sums import GradientSums, set_deferred
 from parallel.tensor.split_parameters import split_dims
+from parallel.validation.errors import ConfigError, check_type
 from zero.buckets.bucket import Bucket
 from zero.buckets.chunked_tensor import ParameterChunks
 from zero.engine import ZeroDataParallel

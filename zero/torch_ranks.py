@@ -6,9 +6,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel.comm_log import CommLog
-from parallel.errors import ConfigError, check_type
 from parallel.mesh import Axis, axis_of
 from parallel.torch_internals import flatten_mesh
+from parallel.validation.errors import ConfigError, check_type
 
 AxisLike = Axis | DeviceMesh | dist.ProcessGroup | None  # what `as_axis` takes
 

@@ -15,10 +15,10 @@ from dataclasses import astuple, dataclass, replace
 from gpt.builder.closed_forms import moment_bytes, parameters_of_rank
 from gpt.builder.train_state import token_layout
 from gpt.settings.settings import Settings
-from parallel.errors import ConfigError, NodeError
 from parallel.host_memory import available_bytes, pinned_bytes
 from parallel.mesh import Mesh
 from parallel.torch_internals import largest_rounded_pinned_bytes
+from parallel.validation.errors import ConfigError, NodeError
 from parallel.world import World
 from zero.activations.stores import stored_bytes
 from zero.partition.stage import Lifetime

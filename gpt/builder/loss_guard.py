@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from gpt.settings.run import GuardSettings
-from parallel.errors import ConfigError
 from parallel.mesh import Axis
+from parallel.validation.errors import ConfigError
 
 
 class SpikeDetector:

@@ -25,7 +25,6 @@ from gpt.settings.schedule import check_batch_sizes, learning_rate
 from gpt.settings.settings import Settings
 from gpt.settings.training import LossScaleSettings, ParallelSettings, TrainSettings, check_evaluated
 from gpt.shape.config import ModelConfig, check_divides
-from parallel.errors import ConfigError
 from parallel.memory_kinds import allocate_buffer
 from parallel.mesh import Axis, Mesh
 from parallel.tensor.context import check_context
@@ -35,6 +34,7 @@ from parallel.tensor.softmax import inductor_works
 from parallel.tensor.split_parameters import split_dims
 from parallel.tensor.token_layout import ReplicatedTokens, SplitTokens, TokenLayout
 from parallel.torch_internals import options_of_exact_division
+from parallel.validation.errors import ConfigError
 from parallel.world import StartOptions, World
 from zero.activations.checkpointed_blocks import ActivationsConfig, check_replicas, checkpointed_blocks, recomputed
 from zero.activations.plans.module import PlannedBlocks

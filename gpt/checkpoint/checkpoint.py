@@ -23,7 +23,7 @@ from gpt.checkpoint.foreign import load_foreign
 from gpt.checkpoint.layout import Progress, SavedRun, changed_data, check_model, content_of, read_run
 from gpt.run_folder.files import written_if_possible
 from gpt.shape.config import ModelConfig
-from parallel.errors import ConfigError
+from parallel.validation.errors import ConfigError
 from zero.state.layout_file import is_complete, writer_of
 from zero.state.rank_state import RankState
 from zero.state.sealed_file import flush_folder, replace_text

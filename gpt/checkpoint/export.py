@@ -20,7 +20,7 @@ from gpt.checkpoint.layout import INITIAL_WEIGHTS, read_run
 from gpt.pretrained.tokenizer_files import tokenizer_of_data
 from gpt.pretrained.weights import check_shapes, companions, write_weights
 from gpt.shape.config import parameter_shapes
-from parallel.errors import ConfigError, exit_on_config_error
+from parallel.validation.errors import ConfigError, exit_on_config_error
 from zero.partition.config import DTYPES
 from zero.state.export import FILE_BYTES, export_units
 from zero.state.layout_file import LAYOUT, is_complete, verify_file

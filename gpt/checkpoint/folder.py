@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 from typing import NamedTuple
 
-from parallel.errors import ConfigError
+from parallel.validation.errors import ConfigError
 from zero.state.layout_file import is_complete, no_checkpoint, writer_of
 from zero.state.schema import shown
 

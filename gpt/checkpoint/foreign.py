@@ -17,7 +17,7 @@ from gpt.checkpoint.layout import Progress
 from gpt.pretrained.families import Family, family_of
 from gpt.pretrained.tensors import HEAD, WORDS, source_of, with_prefix
 from gpt.shape.config import ModelConfig
-from parallel.errors import ConfigError
+from parallel.validation.errors import ConfigError
 from zero.buckets.chunked_tensor import Chunk, ChunkedTensor
 from zero.dcp.folder import DistributedFolder, Naming, load_state, renamed, same_name
 from zero.dcp.state import DistributedState

@@ -10,7 +10,7 @@ from typing import Any
 
 from gpt.checkpoint.folder import step_in_name
 from gpt.shape.config import ModelConfig
-from parallel.errors import ConfigError
+from parallel.validation.errors import ConfigError
 from zero.state.layout_file import LAYOUT, read_layout
 from zero.state.schema import COUNT, Schema
 

@@ -16,8 +16,8 @@ from gpt.checkpoint.snapshots import Snapshots
 from gpt.run_folder.files import CHECKPOINTS, CONFIG, WEIGHTS, cut_metrics, start_run
 from gpt.run_folder.lock import RunLock
 from gpt.settings.run import CheckpointSettings
-from parallel.errors import ConfigError
 from parallel.store import Decisions, shared_store
+from parallel.validation.errors import ConfigError
 from zero.state.writer import SaveError
 
 logger = logging.getLogger(__name__)

@@ -26,9 +26,9 @@ from gpt.checkpoint.folder import Kept, checkpoint_name, checkpoints, delete_old
 from gpt.checkpoint.layout import Progress, read_run
 from gpt.checkpoint.parts import Parts
 from gpt.settings.run import CheckpointSettings
-from parallel.errors import ConfigError
 from parallel.pairwise import SideMessages
 from parallel.store import Decisions
+from parallel.validation.errors import ConfigError
 from zero.state.layout_file import LAYOUT, rank_file, verify_file
 from zero.state.sealed_file import verify
 from zero.state.writer import Publication, SaveError

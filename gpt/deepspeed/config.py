@@ -15,8 +15,8 @@ from rich.table import Table
 from gpt.deepspeed.keys import KEYS, ONLY_ENABLED_IS_READ, OTHER_NAMES, TYPES, as_text, unchanged
 from gpt.deepspeed.rules import RULES
 from gpt.deepspeed.translation import AUTO, FileKey, Translation, Verdict
-from parallel.config_files import read_json
-from parallel.errors import ConfigError
+from gpt.formats.config_files import read_json
+from parallel.validation.errors import ConfigError
 from parallel.world import num_ranks_from_environment
 
 LEFT_OPEN = None, AUTO  # values with which the file leaves a key open: the settings then decide

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gpt.deepspeed.translation import Translation
-from parallel.errors import ConfigError
+from parallel.validation.errors import ConfigError
 
 Rule = Callable[[Translation], dict[str, Any]]
 

@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from gpt.deepspeed.keys import as_text
-from parallel.errors import ConfigError
+from parallel.validation.errors import ConfigError
 
 AUTO = "auto"  # a value that transformers replaces with one of its own arguments
 Verdict = Literal["mapped", "not needed", "left to the settings", "refused"]

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from gpt.model.transformer import GPT, Block, Sequences
-from parallel.errors import ConfigError
 from parallel.tensor.blocks import Recomputation
 from parallel.tensor.traced_layers import make_traceable
 from parallel.torch_internals import active_dispatch_modes
+from parallel.validation.errors import ConfigError
 
 Backend = str | Callable[..., Any]
 

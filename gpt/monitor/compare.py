@@ -16,7 +16,7 @@ from gpt.monitor.console import make_console, print_table
 from gpt.monitor.plot import plot_losses
 from gpt.run_folder.files import CONFIG, METRICS, read_steps
 from gpt.settings.tree import dotted
-from parallel.errors import ConfigError, exit_on_config_error, first_line
+from parallel.validation.errors import ConfigError, exit_on_config_error, first_line
 
 Records = list[dict[str, Any]]
 

@@ -17,8 +17,8 @@ from gpt.builder.train_state import TrainState
 from gpt.monitor.metrics import peak_memory
 from gpt.run_folder.files import OUT_OF_MEMORY, MetricsFile, written_if_possible
 from gpt.settings.settings import Settings
-from parallel.errors import MemoryLimitError
 from parallel.torch_internals import memory_snapshot
+from parallel.validation.errors import MemoryLimitError
 from parallel.world import World
 from zero.engine import ZeroDataParallel
 from zero.formulas.memory import ModelStates

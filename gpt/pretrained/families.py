@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpt.shape.config import ModelConfig, RopeScaling
-from parallel.errors import ConfigError
+from parallel.validation.errors import ConfigError
 from zero.state.schema import shown
 
 SIZE = range(1, 2**31)

@@ -19,8 +19,8 @@ from torch.nn import functional as F
 from gpt.model.transformer import GPT
 from gpt.pretrained.families import Family
 from gpt.shape.config import ModelConfig
-from parallel.errors import ConfigError
 from parallel.tensor.split_parameters import split_dims
+from parallel.validation.errors import ConfigError
 
 WORDS = ("token_embedding.weight", "head.weight")  # the parameters whose rows are words, and are padded
 HEAD = "lm_head."

@@ -14,7 +14,7 @@ from typing import Any
 from data.blend import parse_path
 from data.tokenizer import Tokenizer, load_tokenizer, tokenizer_path
 from gpt.shape.config import ModelConfig
-from parallel.errors import ConfigError
+from parallel.validation.errors import ConfigError
 
 FILES = (  # of a tokenizer in a folder of transformers
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),

@@ -36,7 +36,7 @@ from gpt.pretrained.tokenizer_files import (
     write_tokenizer,
 )
 from gpt.shape.config import ModelConfig, parameter_shapes
-from parallel.errors import ConfigError
+from parallel.validation.errors import ConfigError
 from zero.state.export import FILE_BYTES, write_folder
 from zero.state.schema import Schema, check, parse_json, shown
 from zero.state.tensor_file import TensorFile

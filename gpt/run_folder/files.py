@@ -14,7 +14,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from parallel.errors import ConfigError
+from parallel.validation.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 

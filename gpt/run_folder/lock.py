@@ -11,7 +11,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from data.errors import LOCKS_ARE_MISSING
-from parallel.errors import ConfigError
+from parallel.validation.errors import ConfigError
 from parallel.world import start_of_launch
 
 logger = logging.getLogger(__name__)

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
-from parallel.errors import ConfigError
-from parallel.fields import FilePath, Range, checked
+from parallel.validation.errors import ConfigError
+from parallel.validation.fields import FilePath, Range, checked
 
 Share = Annotated[float, Range(0, 1e9)]
 

@@ -3,8 +3,8 @@
 from dataclasses import field
 from typing import Annotated, Literal
 
-from parallel.errors import ConfigError
-from parallel.fields import Positive, Range, checked
+from parallel.validation.errors import ConfigError
+from parallel.validation.fields import Positive, Range, checked
 
 BelowOne = Annotated[float, Range(0, below=1)]
 

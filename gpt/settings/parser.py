@@ -20,14 +20,14 @@ from typing import Any, get_origin
 from rich.table import Table
 
 from gpt.deepspeed.config import deepspeed_layer
+from gpt.formats.config_files import Section, parse_yaml, read_section
 from gpt.pretrained.weights import CONFIG as WEIGHTS_CONFIG
 from gpt.pretrained.weights import model_options
 from gpt.settings.option_names import in_option_names, messages_in_option_names
 from gpt.settings.settings import Settings
 from gpt.settings.tree import Group, Leaf, default_of, help_text, walk
-from parallel.config_files import Section, parse_yaml, read_section
-from parallel.errors import ConfigError
-from parallel.fields import FilePath, alternatives, convert, is_text, shown
+from parallel.validation.errors import ConfigError
+from parallel.validation.fields import FilePath, alternatives, convert, is_text, shown
 
 CONFIG = "config"
 DEEPSPEED_CONFIG = "zero.deepspeed_config"  # not a field of ZeroConfig: the file sets more than ZeRO

@@ -5,8 +5,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
 
-from parallel.errors import ConfigError
-from parallel.fields import FilePath, NonNegative, Positive, Range, Ranks, checked
+from parallel.validation.errors import ConfigError
+from parallel.validation.fields import FilePath, NonNegative, Positive, Range, Ranks, checked
 
 
 @checked

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from gpt.settings.training import NumSteps, TrainSettings
-from parallel.errors import ConfigError
-from parallel.fields import Range, checked
+from parallel.validation.errors import ConfigError
+from parallel.validation.fields import Range, checked
 
 
 @checked

@@ -8,6 +8,7 @@ import math
 from dataclasses import asdict, field, replace
 from typing import Any
 
+from gpt.formats.config_files import to_yaml
 from gpt.settings.data import DataSettings
 from gpt.settings.optimizer import OptimizerSettings
 from gpt.settings.run import (
@@ -21,9 +22,8 @@ from gpt.settings.run import (
 from gpt.settings.schedule import ScheduleConfig
 from gpt.settings.training import ParallelSettings, TrainSettings
 from gpt.shape.config import ModelConfig
-from parallel.config_files import to_yaml
-from parallel.errors import ConfigError
-from parallel.fields import checked
+from parallel.validation.errors import ConfigError
+from parallel.validation.fields import checked
 from zero.activations.checkpointed_blocks import ActivationsConfig
 from zero.fp8.scaling import RECIPES
 from zero.memory.placement import OffloadConfig

@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 import torch
 
 from gpt.settings.data import check_names
-from parallel.errors import ConfigError
-from parallel.fields import FilePath, NonNegative, Positive, Range, Ranks, checked
+from parallel.validation.errors import ConfigError
+from parallel.validation.fields import FilePath, NonNegative, Positive, Range, Ranks, checked
 from zero.fp8.scaling import RecipeName
 from zero.partition.config import DTYPES, DtypeName
 

@@ -13,7 +13,7 @@ from functools import cache
 from types import NoneType
 from typing import Any
 
-from parallel.fields import alternatives, describe, field_types, shown
+from parallel.validation.fields import alternatives, describe, field_types, shown
 
 USAGE = "usage: pretrain_gpt.py [--config FILE] [--GROUP.SETTING VALUE] [--GROUP FILE]..."
 INDENT = " " * 8

@@ -5,10 +5,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Annotated, Any, Literal
 
-from parallel.errors import ConfigError
-from parallel.fields import Positive, Range, checked
 from parallel.mesh import Axis
 from parallel.tensor.layers import part_of
+from parallel.validation.errors import ConfigError
+from parallel.validation.fields import Positive, Range, checked
 
 ROWS_PER_UNIT = {"gelu": 1, "relu2": 1, "swiglu": 2}  # of the up projection: SwiGLU's has a gate for each unit
 

@@ -24,7 +24,7 @@ from lab.acceptance.machine import Machine, find_machine
 from lab.acceptance.parts import Part, parts
 from lab.acceptance.plan import Plan
 from lab.acceptance.report import DOCS, VERDICTS, result_table, write_results
-from parallel.errors import ConfigError
+from parallel.validation.errors import ConfigError
 
 RANKS_ON_CPUS = 2
 

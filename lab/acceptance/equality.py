@@ -30,8 +30,8 @@ from lab.acceptance.cases import Case, cases_for
 from lab.acceptance.child import as_options
 from lab.acceptance.delays import Delays
 from parallel.comm_log import CommLog
-from parallel.errors import ConfigError
 from parallel.mesh import Axis, Mesh
+from parallel.validation.errors import ConfigError
 from parallel.world import World, exit_as_rank, start_world
 
 NUM_STEPS, NUM_MICRO_BATCHES, SEQUENCES_AT_ONCE = 3, 2, 8  # the last over all data-parallel ranks

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from parallel.errors import ConfigError
+from parallel.validation.errors import ConfigError
 
 
 @dataclass(frozen=True)

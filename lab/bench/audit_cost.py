@@ -15,10 +15,10 @@ import numpy as np
 from data.batches import BatchLoader
 from gpt.audit import Auditor
 from gpt.builder.train_state import build, build_mesh, num_adding_units, start_options
+from gpt.monitor.node_map import find_nodes
 from gpt.settings.parser import parse_settings
 from gpt.train_step import train_step
 from lab.bench.rounds import quartiles, ratios
-from parallel.launch.node_map import find_nodes
 from parallel.world import start_world, stop_world
 
 NUM_ROUNDS = 30

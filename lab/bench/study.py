@@ -33,14 +33,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from gpt.formats.config_files import read_section
 from gpt.run_folder.files import CONFIG, read_steps
 from gpt.settings.parser import parse_settings
 from gpt.settings.settings import Settings
 from lab.pages.markdown import table
 from lab.pages.plots import plot
-from parallel.config_files import read_section
-from parallel.errors import ConfigError, exit_on_config_error
 from parallel.launch.preflight import split_words
+from parallel.validation.errors import ConfigError, exit_on_config_error
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from rich.table import Column, Table
 
 from gpt.monitor.collectives import PROFILE
 from gpt.monitor.console import make_console, print_table
-from parallel.errors import ConfigError, exit_on_config_error
+from parallel.validation.errors import ConfigError, exit_on_config_error
 
 REPORT = "report.json"  # of a dry run
 

@@ -20,8 +20,8 @@ from lab.dryrun.projection import Timeline, project_recording
 from lab.dryrun.run_cost import RunCost
 from lab.measure.cluster import ClusterSpec
 from lab.measure.kernel_costs import kernel_seconds
-from parallel.errors import ConfigError
 from parallel.memory_kinds import TensorKind
+from parallel.validation.errors import ConfigError
 from zero.optimizers.owned_matrices import OwnedMatrices
 
 

@@ -8,7 +8,7 @@ from gpt.monitor.units import count, duration
 from gpt.settings.schedule import consumed_samples_after
 from gpt.settings.settings import Settings
 from lab.measure.cluster import ClusterSpec
-from parallel.errors import ConfigError
+from parallel.validation.errors import ConfigError
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,12 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Annotated, Literal, Self
 
+from gpt.formats.config_files import read_section
 from lab.measure.curves import Curve
 from lab.measure.products import TileModel
 from lab.measure.recipes import HALF_BITS, RECIPES, Recipe
-from parallel.config_files import read_section
-from parallel.errors import ConfigError
-from parallel.fields import Range, check_fields
+from parallel.validation.errors import ConfigError
+from parallel.validation.fields import Range, check_fields
 
 Rate = Annotated[float, Range(above=0, at_most=1e9)]
 

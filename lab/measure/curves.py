@@ -7,8 +7,8 @@ from typing import Annotated, Self
 
 import torch
 
-from parallel.errors import ConfigError
-from parallel.fields import Range, checked
+from parallel.validation.errors import ConfigError
+from parallel.validation.fields import Range, checked
 
 Size = Annotated[float, Range(above=0, at_most=1e18)]
 Seconds = Annotated[float, Range(above=0, at_most=1e9)]

@@ -20,9 +20,9 @@ import torch
 
 from lab.measure import bandwidth
 from lab.measure.bandwidth import BYTES_PER_GB, LinkRate, Rates
-from parallel.errors import ConfigError
 from parallel.mesh import Mesh
 from parallel.store import shared_store
+from parallel.validation.errors import ConfigError
 from parallel.world import StartOptions, World, exit_as_rank, start_world
 
 SECONDS_OF_PRODUCTS = {"cpu": 1.0, "cuda": 20.0}  # a device that is hot is slower, and makes more errors

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from gpt.run_folder.files import METRICS, read_steps
 from lab.planner.search import largest
-from parallel.errors import ConfigError, exit_on_config_error
+from parallel.validation.errors import ConfigError, exit_on_config_error
 
 STEPS = 3  # all memory has been allocated after the first
 RUNS = Path("runs/paper/largest")

@@ -32,7 +32,7 @@ from lab.observe import kernel_log
 from lab.observe.kernel_log import Kernel
 from lab.planner.layouts import hardware_of
 from parallel.comm_log import CommEvent
-from parallel.errors import ConfigError
+from parallel.validation.errors import ConfigError
 from zero.activations.choice import Hardware
 from zero.activations.plans.execution import PlannedForward
 

@@ -14,8 +14,8 @@ from gpt.shape.flops import hardware_flops
 from lab.dryrun.costs.collectives import MeshShape, group_along
 from lab.measure.cluster import ClusterSpec
 from parallel.comm_log import CommLog
-from parallel.errors import ConfigError
 from parallel.mesh import HALF_TYPES, Axis, Mesh
+from parallel.validation.errors import ConfigError
 from zero.activations.choice import Hardware, Workload, bytes_on_device, exposed_seconds, model_parallel_volume
 from zero.activations.stores import STORES, StoreName
 from zero.formulas.memory import ModelStates

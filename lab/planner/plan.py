@@ -42,7 +42,7 @@ from lab.planner.plan_report import (
 )
 from lab.planner.remedies import remedies, verified_remedies
 from lab.planner.search import DEFAULT_TO_VERIFY, DoesNotFit, Plan, Search, show_progress
-from parallel.errors import ConfigError, exit_on_config_error
+from parallel.validation.errors import ConfigError, exit_on_config_error
 
 
 @messages_in_option_names()

@@ -19,7 +19,7 @@ from lab.planner.depth import Estimate
 from lab.planner.layouts import FIELDS, CandidateLayout, Prediction, value_of
 from lab.planner.remedies import Remedy
 from lab.planner.search import Search
-from parallel.fields import shown
+from parallel.validation.fields import shown
 
 NUM_SHOWN = 6  # layouts of closed forms
 MAX_REMEDIES = 3  # in a line

@@ -7,8 +7,8 @@ from typing import Any
 
 from lab.planner.layouts import CandidateLayout, fits, tensor_sizes, value_of, with_values
 from lab.planner.search import Search, show_progress
-from parallel.errors import ConfigError
-from parallel.fields import shown
+from parallel.validation.errors import ConfigError
+from parallel.validation.fields import shown
 from zero.partition.stage import STAGES
 
 NODES = "nodes"  # an option of the planner, beside the names of settings

@@ -21,8 +21,8 @@ from lab.planner.depth import (
     shallow_runs,
 )
 from lab.planner.layouts import FIELDS, CandidateLayout, Prediction, candidate_layouts, fits, predict, value_of
-from parallel.errors import ConfigError
-from parallel.fields import shown
+from parallel.validation.errors import ConfigError
+from parallel.validation.fields import shown
 
 MAX_DRY_RUNS = 3  # for each layout to verify, because some turn out not to fit
 DEFAULT_TO_VERIFY = 3  # layouts

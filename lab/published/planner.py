@@ -25,7 +25,7 @@ from lab.published.predict import NUM_JOBS, cluster_of
 from lab.published.row_settings import settings_of, settings_tree
 from lab.published.rows import ROOT, Row, read_rows
 from lab.published.sources import FOUND
-from parallel.errors import ConfigError, exit_on_config_error
+from parallel.validation.errors import ConfigError, exit_on_config_error
 
 PAGE = ROOT / "docs/published/planner.md"
 ROWS: list[str] = FOUND["compared"]

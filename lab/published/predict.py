@@ -26,7 +26,7 @@ from lab.planner.search import show_progress
 from lab.published.row_settings import padded_vocab, recorded_micro_batches, settings_of, settings_tree
 from lab.published.rows import ROOT, Row, is_fsdp, read_rows
 from lab.published.sources import GPUS_OF_A_TRAY, cluster_name, program_of, quantization_of
-from parallel.errors import ConfigError, exit_on_config_error
+from parallel.validation.errors import ConfigError, exit_on_config_error
 from zero.formulas.memory import formula
 from zero.partition.stage import STAGES
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
+from gpt.formats.config_files import read_text
 from lab.pages.markdown import ROOT
-from parallel.config_files import read_text
-from parallel.errors import ConfigError
+from parallel.validation.errors import ConfigError
 
 ROWS = ROOT / "configs/published/rows.csv"
 LATE_ROWS = ROOT / "configs/published/fp8_rows.csv"

@@ -26,7 +26,6 @@ from uuid import uuid4
 import torch.distributed as dist
 
 from parallel import watchdog
-from parallel.errors import ConfigError
 from parallel.launch.membership import (
     ABORTED,
     Limits,
@@ -42,6 +41,7 @@ from parallel.launch.node_facts import MARK_SECONDS, NodeFacts, find_facts, find
 from parallel.launch.preflight import DescribeJob, split_words
 from parallel.launch.route import find_route, resolve
 from parallel.stopping import take_warnings
+from parallel.validation.errors import ConfigError
 from parallel.world import EXIT_USER_ERROR, LAUNCH_VARIABLE
 
 POLL_SECONDS = 0.25

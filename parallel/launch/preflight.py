@@ -20,7 +20,6 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from parallel.errors import ConfigError, first_line
 from parallel.launch.node_facts import (
     MARK_SECONDS,
     Job,
@@ -33,6 +32,7 @@ from parallel.launch.node_facts import (
 )
 from parallel.launch.route import find_route, resolve
 from parallel.store import Decisions
+from parallel.validation.errors import ConfigError, first_line
 from parallel.world import World
 
 NUM_CLOCK_REQUESTS = 5

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from parallel.errors import ConfigError, exit_on_config_error
+from parallel.validation.errors import ConfigError, exit_on_config_error
 
 GET_ADDRESS = 0x8915  # SIOCGIFADDR
 ANY_PORT, DISCARD_PORT = 0, 9  # one that the system chooses, and one to which a route is asked for

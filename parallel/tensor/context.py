@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel.errors import ConfigError
 from parallel.mesh import Axis
 from parallel.tensor.layers import is_traced
+from parallel.validation.errors import ConfigError
 
 HEADS, TOKENS = 1, 2  # dims of (batch, heads, tokens, head_dim)
 Kernel = Callable[..., Tensor]

@@ -14,9 +14,9 @@ import math
 import torch
 from torch import Tensor
 
-from parallel.errors import ConfigError
 from parallel.mesh import Axis
 from parallel.torch_internals import FakeTensor
+from parallel.validation.errors import ConfigError
 
 # A dim has gcd(its size, CELLS) cells: every tensor size that divides both can be used.
 CELLS = 2**8 * 3 * 5

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from parallel.errors import ConfigError
 from parallel.mesh import Axis
 from parallel.tensor.products import OWN_PRECISION, Products, Tensors
 from parallel.tensor.token_layout import TokenLayout
 from parallel.torch_internals import FunctionalTensor
+from parallel.validation.errors import ConfigError
 
 Linears = Callable[[Tensor, Tensors, Tensors], list[Tensor]]  # (x, weights, biases) -> one y a weight
 Gradients = tuple[Tensor | None, list[Tensor], list[Tensor]]  # of x, weights and biases

@@ -15,7 +15,7 @@ import torch
 from gpt.builder.train_state import choose_adam
 from gpt.run_folder.files import read_steps
 from gpt.settings.parser import parse_settings
-from parallel.errors import ConfigError
+from parallel.validation.errors import ConfigError
 from parallel.world import start_world
 from pretrain_gpt import pretrain
 from tests.end_to_end.runs import options, run

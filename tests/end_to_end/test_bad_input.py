@@ -13,7 +13,7 @@ from data.errors import DataError
 from data.staging import IndexedWriter
 from gpt.settings.parser import parse_settings
 from lab.faults.damage import flip_bit
-from parallel.errors import ConfigError
+from parallel.validation.errors import ConfigError
 from parallel.world import World, start_world
 from pretrain_gpt import pretrain
 from tests.end_to_end.runs import options, run_on_rank, said_by, started_ranks

@@ -11,7 +11,7 @@ from data.errors import DataError
 from data.tokenizer import load_tokenizer
 from gpt.evaluate import Score, evaluate_model, undo_wikitext, windows
 from lab.faults.runs import prepare_corpus
-from parallel.errors import ConfigError
+from parallel.validation.errors import ConfigError
 from tests.end_to_end.runs import TINY_MODEL, options, run_on_rank
 from tests.ranks import run_ranks
 

@@ -23,9 +23,9 @@ from gpt.run_folder.files import read_steps
 from gpt.settings.parser import parse_settings
 from lab.dryrun.collectives import read_profile
 from lab.dryrun.report import run_and_report
-from parallel.errors import ConfigError
 from parallel.mesh import Axis, Mesh
 from parallel.tensor.token_layout import ReplicatedTokens
+from parallel.validation.errors import ConfigError
 from parallel.world import start_world
 from pretrain_gpt import pretrain
 from tests.end_to_end.runs import PLAIN, options, run, run_on_rank

@@ -25,7 +25,7 @@ from gpt.monitor import watch
 from gpt.run_folder.files import read_steps
 from gpt.settings.parser import parse_settings
 from lab.faults.failing_run import Fault
-from parallel.errors import ConfigError
+from parallel.validation.errors import ConfigError
 from parallel.world import start_world
 from pretrain_gpt import pretrain
 from tests.end_to_end.runs import PLAIN, TWO_RANKS, options, run, said_by, started_ranks

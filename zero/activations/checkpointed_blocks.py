@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from parallel.errors import ConfigError
-from parallel.fields import Positive, checked
 from parallel.mesh import Axis, Work
 from parallel.tensor.blocks import Recomputation, RunBlock, run_in_order
+from parallel.validation.errors import ConfigError
+from parallel.validation.fields import Positive, checked
 from zero.activations.choice import Hardware, Rate
 from zero.activations.stores import STORES, ActivationStore, Slot, StoreName, make_store
 from zero.memory.streams import SideStream

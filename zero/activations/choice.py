@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Annotated
 
-from parallel.fields import Range, checked
+from parallel.validation.fields import Range, checked
 from zero.activations.stores import STORES, StoreName, stored_bytes
 
 USABLE_FRACTION = 0.85  # of a device's memory: CUDA, communication libraries and fragmentation take the rest

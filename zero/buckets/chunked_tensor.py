@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from parallel.errors import ConfigError
 from parallel.mesh import Axis
+from parallel.validation.errors import ConfigError
 from zero.buckets.flat import FlatParameters
 from zero.partition.layout import rectangles, shifted
 

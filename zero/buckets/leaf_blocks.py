@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from parallel.errors import ConfigError
+from parallel.validation.errors import ConfigError
 from zero.partition.config import ZeroConfig
 from zero.partition.stage import Levels, Lifetime
 

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from parallel.errors import ConfigError, first_line
+from parallel.validation.errors import ConfigError, first_line
 from zero.dcp.safe_reader import FolderReader
 from zero.partition.layout import overlap, rectangles
 from zero.state.schema import shown

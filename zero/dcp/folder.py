@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from parallel.errors import ConfigError, first_line
+from parallel.validation.errors import ConfigError, first_line
 from zero.dcp.deepspeed_reader import GROWTH_TRACKER, DeepSpeedReader
 from zero.dcp.safe_reader import SafePlanner, SafeReader
 from zero.dcp.state import DistributedState

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from parallel.errors import ConfigError, first_line
+from parallel.validation.errors import ConfigError, first_line
 
 METADATA = ".metadata"
 KNOWN_CLASSES = {

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from parallel.errors import ConfigError
 from parallel.tensor.layers import SplitLinear
+from parallel.validation.errors import ConfigError
 from zero.fp8.kernels import Device
 from zero.fp8.products import ScaledProducts
 from zero.fp8.scaling import RECIPES, RecipeName

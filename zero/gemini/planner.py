@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import torch
 
-from parallel.errors import ConfigError
 from parallel.mesh import Axis
+from parallel.validation.errors import ConfigError
 from zero.buckets.bucket import Bucket, ParamShard
 from zero.gemini.chunks import Cycle
 from zero.gemini.recorder import GIGA, UPDATE, MemoryRecorder, Moment

@@ -6,9 +6,9 @@ from typing import Literal
 
 import torch
 
-from parallel.errors import MemoryLimitError
 from parallel.memory_kinds import PeakMeter
 from parallel.mesh import Axis
+from parallel.validation.errors import MemoryLimitError
 
 Moment = tuple[Literal["forward", "backward", "update"], int]  # the visit of a unit, counted from the pass's beginning
 

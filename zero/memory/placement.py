@@ -15,11 +15,11 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
-from parallel.errors import MemoryLimitError
-from parallel.fields import Positive, Range, checked
 from parallel.memory_kinds import TensorKind, allocating, tagged
 from parallel.mesh import Work
 from parallel.torch_internals import storage_id
+from parallel.validation.errors import MemoryLimitError
+from parallel.validation.fields import Positive, Range, checked
 from zero.memory.staging import Allocate, BufferPool
 from zero.memory.streams import SideStream
 

@@ -16,8 +16,8 @@ from itertools import groupby
 
 from torch import Tensor, nn
 
-from parallel.errors import ConfigError
 from parallel.memory_kinds import TensorKind, allocating
+from parallel.validation.errors import ConfigError
 from zero.buckets.bucket import Bucket
 from zero.memory.placement import Offload, Placement
 from zero.optimizers.dion_method import MOMENTUM, RIGHT, DionMethod, column_scales, normalized, orthonormal

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from parallel.errors import ConfigError
+from parallel.validation.errors import ConfigError
 from zero.partition.layout import Layout
 
 

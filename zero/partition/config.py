@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 import torch
 
-from parallel.errors import ConfigError
-from parallel.fields import NonNegative, Positive, Range, check_fields
+from parallel.validation.errors import ConfigError
+from parallel.validation.fields import NonNegative, Positive, Range, check_fields
 from zero.partition.layout import ALIGNMENT, NORM_BLOCK
 from zero.partition.stage import STAGES, Division, GradientTypes, Levels, Lifetime, ShardingPolicy
 

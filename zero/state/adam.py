@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel.errors import ConfigError
+from parallel.validation.errors import ConfigError
 from zero.optimizer import ZeroOptimizer
 from zero.state.saved_state import SavedState
 

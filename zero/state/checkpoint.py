@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from parallel.errors import ConfigError
+from parallel.validation.errors import ConfigError
 from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
 from zero.state.layout_file import is_complete, no_checkpoint, read_layout

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel.errors import ConfigError
 from parallel.mesh import Axis
 from parallel.tensor.split_parameters import split_dims
+from parallel.validation.errors import ConfigError
 from zero.buckets.flat import FlatParameters
 from zero.engine import ZeroDataParallel
 from zero.partition.layout import cut

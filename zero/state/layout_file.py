@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from parallel.errors import ConfigError
+from parallel.validation.errors import ConfigError
 from zero.partition.layout import Layout, Span, cut_into_buckets
 from zero.state.schema import COUNT, Schema, check, shown
 from zero.state.sealed_file import Seal, read_json, verify

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel.errors import ConfigError, check_type
 from parallel.mesh import Axis, Mesh
 from parallel.tensor.split_parameters import split_dims
+from parallel.validation.errors import ConfigError, check_type
 from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
 from zero.optimizers.adamw8bit import AdamW8bit

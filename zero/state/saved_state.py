@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from parallel.errors import ConfigError
+from parallel.validation.errors import ConfigError
 from zero.partition.layout import rectangles
 from zero.state.layout_file import layout_of, rank_file
 from zero.state.schema import shown

@@ -14,7 +14,7 @@ import json
 import sys
 from typing import Any
 
-from parallel.errors import ConfigError
+from parallel.validation.errors import ConfigError
 
 COUNT = range(2**63)  # an integer that fits into 64 bits
 SHOWN_CHARACTERS = 60

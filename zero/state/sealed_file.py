@@ -13,7 +13,7 @@ import zlib
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from parallel.errors import ConfigError
+from parallel.validation.errors import ConfigError
 from zero.state.schema import Schema, parse_json
 
 CHUNK_BYTES = 2**24

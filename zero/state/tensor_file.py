@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from parallel.errors import ConfigError
+from parallel.validation.errors import ConfigError
 from zero.state.schema import COUNT, Schema, check, parse_json, shown
 from zero.state.sealed_file import CHUNK_BYTES, NO_CHECKSUM, Seal, checksum_digits, checksum_offset, flush
 

@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel.errors import ConfigError
 from parallel.memory_kinds import TensorKind, allocating
 from parallel.store import shared_store
 from parallel.streams import announce_host_read, synchronize
+from parallel.validation.errors import ConfigError
 from zero.state.layout_file import LAYOUT, ORIGIN, origin, rank_file
 from zero.state.rank_state import RankState
 from zero.state.sealed_file import flush_folder, write_json

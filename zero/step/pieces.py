@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from parallel.errors import ConfigError
 from parallel.mesh import Axis
+from parallel.validation.errors import ConfigError
 from zero.buckets.bucket import Bucket
 from zero.buckets.flat import FlatParameters
 from zero.buckets.weight_codes import Stretch

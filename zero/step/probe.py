@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from parallel.errors import ConfigError, check_type
 from parallel.torch_internals import real_tensors
+from parallel.validation.errors import ConfigError, check_type
 from zero.partition.layout import cut
 from zero.step.atoms import atom_of
 from zero.step.bucketed_optimizer import BucketedOptimizer, settings_of

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from parallel.errors import ConfigError
+from parallel.validation.errors import ConfigError
 from zero.buckets.chunked_tensor import ChunkedTensor, ParameterChunks
 from zero.step.bucketed_optimizer import load_settings, settings_of
 from zero.step.pieces import OwnedPieces, Piece

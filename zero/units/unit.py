@@ -28,7 +28,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from parallel.autograd_internals import outside_of_transforms
-from parallel.errors import ConfigError
+from parallel.validation.errors import ConfigError
 from zero.buckets.flat import FlatParameters
 from zero.partition.stage import Lifetime
 

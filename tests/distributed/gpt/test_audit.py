@@ -15,10 +15,10 @@ from torch import Tensor
 from gpt.audit import Auditor, DivergenceError, find_faulty
 from gpt.builder.leaves import Leaves
 from gpt.builder.train_state import TrainState
+from gpt.monitor.node_map import span
 from gpt.settings.parser import parse_settings
 from gpt.train_step import differentiate, loss_factor, train_step
-from parallel.errors import ConfigError
-from parallel.launch.node_map import span
+from parallel.validation.errors import ConfigError
 from tests.distributed.gpt.test_reproducible import (
     BASE,
     CONTEXT,

@@ -11,10 +11,10 @@ from gpt.builder.host_memory import bytes_on_host, check_host_memory
 from gpt.builder.train_state import build, build_mesh
 from gpt.settings.parser import parse_settings
 from gpt.train_step import train_step
-from parallel.errors import ConfigError
 from parallel.host_memory import pinned_bytes
 from parallel.memory_kinds import TensorKind
 from parallel.mesh import Mesh
+from parallel.validation.errors import ConfigError
 from parallel.world import World
 from tests.ranks import run_ranks
 from zero.memory import placement

@@ -22,8 +22,8 @@ from gpt.settings.schedule import batch_plan
 from gpt.settings.settings import Settings
 from gpt.settings.training import check_evaluated
 from gpt.train_step import evaluate, train_step
-from parallel.errors import ConfigError
 from parallel.mesh import Mesh
+from parallel.validation.errors import ConfigError
 from tests.ranks import run_cases, run_ranks
 
 CPU = torch.device("cpu")

@@ -20,8 +20,8 @@ from gpt.checkpoint.folder import Kept
 from gpt.checkpoint.layout import Progress
 from gpt.checkpoint.recovery import Recovery
 from gpt.settings.parser import parse_settings
-from parallel.errors import ConfigError
 from parallel.mesh import Mesh
+from parallel.validation.errors import ConfigError
 from tests.ranks import run_ranks
 from tests.unit.gpt.builder.test_train_state import BASE
 from tests.unit.gpt.checkpoint.runs import DATA

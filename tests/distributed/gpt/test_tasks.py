@@ -23,7 +23,7 @@ from gpt.monitor.console import task_lines
 from gpt.pretrained.weights import write_weights
 from gpt.tasks import judge, load_task, load_tasks, score
 from lab.faults.runs import prepare_corpus
-from parallel.errors import ConfigError
+from parallel.validation.errors import ConfigError
 from tests.distributed.gpt.test_checkpoint_layouts import CONFIG, LayoutCase, build, train
 from tests.end_to_end.runs import options, run
 from tests.ranks import run_ranks

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from parallel.comm_log import CommLog
-from parallel.errors import ConfigError
 from parallel.mesh import Axis, Mesh
 from parallel.tensor import gradient_sums, initial_values
 from parallel.tensor.gradient_sums import GradientSums
@@ -16,6 +15,7 @@ from parallel.tensor.initial_values import fill_normal
 from parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, SplitLinear, VocabParallelEmbedding
 from parallel.tensor.split_parameters import split_dims
 from parallel.tensor.token_layout import ReplicatedTokens, SplitTokens, TokenLayout
+from parallel.validation.errors import ConfigError
 from tests.ranks import run_cases, run_ranks
 from zero.fp8 import convert
 from zero.fp8.scaling import RecipeName

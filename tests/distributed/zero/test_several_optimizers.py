@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from parallel.comm_log import CommLog
-from parallel.errors import ConfigError
 from parallel.mesh import Axis
 from parallel.tensor.gradient_sums import GradientSums
+from parallel.validation.errors import ConfigError
 from tests.scenarios import DEFAULT, HOST, Blocks, Run, mean_square, scenario
 from tests.twins import params_of
 from zero.engine import ZeroDataParallel

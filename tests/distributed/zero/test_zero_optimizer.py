@@ -16,8 +16,8 @@ from torch.optim import lr_scheduler
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpt.train_step import evaluate, mean_over, train_step
-from parallel.errors import ConfigError
 from parallel.mesh import Axis, Mesh
+from parallel.validation.errors import ConfigError
 from tests.distributed.zero.scenarios.test_optimizers import ScheduleFreeSGD
 from tests.models import VOCAB, build
 from tests.ranks import run_cases, run_ranks

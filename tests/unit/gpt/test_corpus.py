@@ -11,8 +11,8 @@ from data import samples as samples_of_data
 from data.indexed import IndexedDataset
 from data.tokenizer import load_tokenizer, tokenizer_path
 from gpt.corpus import Corpus
-from parallel.errors import ConfigError
 from parallel.mesh import Mesh
+from parallel.validation.errors import ConfigError
 from parallel.world import World
 from tests.unit.gpt.runs_in_process import NUM_DOCUMENTS, SEQ_LENGTH, tiny_settings
 

@@ -9,7 +9,7 @@ from data.errors import DataError
 from data.sources import Source
 from data.tokenizer import load_tokenizer
 from gpt.evaluate import find_tokenizer, read_text
-from parallel.errors import ConfigError
+from parallel.validation.errors import ConfigError
 from tests.unit.gpt.runs_in_process import write_text
 
 

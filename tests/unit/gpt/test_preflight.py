@@ -5,8 +5,8 @@ import json
 import pytest
 
 from gpt.preflight import describe_job
-from parallel.errors import ConfigError
 from parallel.launch.node_facts import find_facts
+from parallel.validation.errors import ConfigError
 
 CONFIG = """
 model: {num_layers: 1, hidden_size: 8, num_heads: 1, seq_length: 8, vocab_size: 8}

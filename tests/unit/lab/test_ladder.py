@@ -10,7 +10,7 @@ import pytest
 from gpt.settings.parser import parse_settings
 from lab import ladder
 from lab.ladder import PowerLaw
-from parallel.errors import ConfigError
+from parallel.validation.errors import ConfigError
 from tests.unit.lab.stub_launch import write_launch
 
 CONFIG = "--config", "configs/quickstart.yaml"

@@ -14,7 +14,7 @@ from lab.published.predict import Prediction, load_cluster
 from lab.published.row_settings import configuration, settings_of, settings_tree
 from lab.published.rows import LATE_ROWS, ROWS, Row, read_rows
 from lab.published.sources import cluster_name
-from parallel.errors import ConfigError
+from parallel.validation.errors import ConfigError
 from tests.source_files import ROOT
 
 PAGES = "".join((ROOT / "docs/published" / name).read_text() for name in ("README.md", "fp8.md"))

@@ -8,7 +8,7 @@ import pytest
 
 from lab.bench import study
 from lab.bench.study import Curves, standard_error
-from parallel.errors import ConfigError
+from parallel.validation.errors import ConfigError
 from tests.source_files import ROOT
 from tests.unit.lab.stub_launch import write_launch
 

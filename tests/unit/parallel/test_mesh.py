@@ -2,8 +2,8 @@
 
 import pytest
 
-from parallel.errors import ConfigError
 from parallel.mesh import Mesh, Work
+from parallel.validation.errors import ConfigError
 from parallel.world import imitated_world
 
 

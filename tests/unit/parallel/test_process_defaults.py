@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from parallel import process_defaults as defaults
-from parallel.errors import ConfigError, NodeError
+from parallel.validation.errors import ConfigError, NodeError
 from parallel.world import PRINT_SECONDS, StartOptions, exit_with_error, start_world
 from tests.programs import ROOT, run_python
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from parallel import store as store_module
 from parallel import world
-from parallel.errors import ConfigError, exit_on_config_error
 from parallel.store import FAILURE_KEY, shared_store
+from parallel.validation.errors import ConfigError, exit_on_config_error
 from parallel.watchdog import EXIT_CODE
 from parallel.world import StartOptions, World, exit_as_rank, exit_with_error, imitated_world, start_world, stop_world
 

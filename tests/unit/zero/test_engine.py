@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from parallel.errors import ConfigError
 from parallel.mesh import Axis
 from parallel.tensor.gradient_sums import GradientSums
+from parallel.validation.errors import ConfigError
 from zero.buckets.guarded_parameter import GradientAccessError
 from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer

@@ -17,11 +17,11 @@ from torch import Tensor, fx, nn
 from torch.autograd.function import once_differentiable
 
 from parallel.autograd_internals import keeps_graph, trace_joint_graph
-from parallel.errors import ConfigError
 from parallel.mesh import Work
 from parallel.tensor.split_parameters import shared_dims, split_dims
 from parallel.tensor.traced_layers import make_traceable
 from parallel.torch_internals import tree_flatten, tree_unflatten
+from parallel.validation.errors import ConfigError
 from zero.activations.plans.cut import Cut
 from zero.activations.plans.joint import JointGraph, resolve, value_of
 from zero.activations.stores import ActivationStore, Slot

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel.errors import ConfigError
 from parallel.mesh import Axis
+from parallel.validation.errors import ConfigError
 from zero.activations.choice import Hardware
 from zero.activations.plans.costs import CostModel
 from zero.activations.plans.cut import Line

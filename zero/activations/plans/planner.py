@@ -20,7 +20,7 @@ from itertools import product
 
 from torch import fx
 
-from parallel.errors import ConfigError
+from parallel.validation.errors import ConfigError
 from zero.activations.plans.costs import CostModel, Footprint
 from zero.activations.plans.cut import Cut, cut
 from zero.activations.plans.joint import JointGraph, num_bytes, value_of

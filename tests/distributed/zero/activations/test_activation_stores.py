@@ -16,10 +16,10 @@ from gpt.shape.config import ModelConfig
 from gpt.train_step import evaluate, train_step
 from lab.observe.memory_tracker import MemoryTracker
 from parallel.comm_log import CommLog
-from parallel.errors import ConfigError
 from parallel.memory_kinds import TensorKind, allocate_buffer
 from parallel.mesh import Axis, Mesh
 from parallel.tensor.token_layout import ReplicatedTokens, SplitTokens
+from parallel.validation.errors import ConfigError
 from parallel.world import imitated_world
 from tests.distributed.gpt.test_tensor_parallel import (
     BATCH,

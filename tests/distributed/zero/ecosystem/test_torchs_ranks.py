@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from parallel.errors import ConfigError
+from parallel.validation.errors import ConfigError
 from tests.ranks import run_ranks
 from tests.scenarios import Blocks
 from tests.twins import params_of

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import zero.fp8
-from parallel.errors import ConfigError
 from parallel.mesh import Mesh
+from parallel.validation.errors import ConfigError
 from tests.checked_streams import run_checked
 from tests.pairwise import pairwise
 from tests.ranks import call_with, run_cases, run_ranks

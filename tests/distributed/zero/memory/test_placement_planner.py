@@ -8,9 +8,9 @@ import torch
 from gpt.model.transformer import GPT, initialize
 from gpt.shape.config import ModelConfig
 from lab.observe.memory_tracker import MemoryTracker
-from parallel.errors import ConfigError
 from parallel.mesh import Axis, Mesh
 from parallel.tensor.token_layout import ReplicatedTokens
+from parallel.validation.errors import ConfigError
 from tests.distributed.zero.memory.kept_apart import KeptApart
 from tests.models import SEQ, VOCAB, batch, build, loss_of
 from tests.ranks import run_ranks

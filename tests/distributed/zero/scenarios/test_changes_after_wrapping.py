@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from parallel.errors import ConfigError
+from parallel.validation.errors import ConfigError
 from tests.scenarios import DEFAULT, HOST, STAGE_3, WIDTH, Block, Blocks, Model, Run, mean_square, scenario
 
 CASTS: dict[str, Callable[[Model], object]] = {

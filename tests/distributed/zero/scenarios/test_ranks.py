@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from parallel.errors import ConfigError
+from parallel.validation.errors import ConfigError
 from tests.scenarios import DEFAULT, GROUPS, HOST, WIDTH, Blocks, Configuration, Run, mean_square, scenario
 from zero import Muon, ZeroDataParallel, ZeroOptimizer, load, save, uneven
 

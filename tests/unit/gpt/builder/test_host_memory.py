@@ -14,8 +14,8 @@ from gpt.builder.host_memory import bytes_on_host, check_host_memory
 from gpt.builder.train_state import build_mesh
 from gpt.settings.parser import parse_settings
 from gpt.settings.settings import Settings
-from parallel.errors import ConfigError
 from parallel.mesh import Mesh
+from parallel.validation.errors import ConfigError
 from parallel.world import World, imitated_world
 
 BASE = """{data: {path: nowhere}, train: {precision: bf16, micro_batch_size: 2, global_batch_size: 24},

@@ -7,8 +7,8 @@ import torch
 
 from gpt.builder.loss_guard import LossGuard, RollBacks, SkippedInARow
 from gpt.settings.run import GuardSettings
-from parallel.errors import ConfigError
 from parallel.mesh import Axis
+from parallel.validation.errors import ConfigError
 
 NUM_FOR_A_MEAN = 20  # losses before one can be a spike
 

@@ -11,8 +11,8 @@ import torch
 from gpt.builder.closed_forms import moment_bytes
 from gpt.builder.train_state import build, build_mesh, parameter_groups
 from gpt.settings.parser import parse_settings
-from parallel.errors import ConfigError
 from parallel.mesh import Mesh
+from parallel.validation.errors import ConfigError
 from parallel.world import imitated_world
 from zero.optimizers.adamw8bit import AdamW8bit
 from zero.optimizers.adamw_bf16 import AdamWBf16

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data.chosen_tokenizers import character_tokenizer
 from gpt.checkpoint.export import export_checkpoint, main
-from parallel.errors import ConfigError
+from parallel.validation.errors import ConfigError
 from tests.unit.gpt.checkpoint.runs import change_layout
 from tests.unit.gpt.pretrained.test_tokenizer_files import write_corpus
 

@@ -11,7 +11,7 @@ from gpt.checkpoint.folder import LATEST, Kept, delete_old, find, set_aside_late
 from gpt.checkpoint.layout import Progress
 from gpt.checkpoint.recovery import Recovery
 from gpt.settings.run import CheckpointSettings
-from parallel.errors import ConfigError
+from parallel.validation.errors import ConfigError
 from tests.unit.gpt.checkpoint.runs import DATA, tiny_state, train_step
 from zero.state.layout_file import LAYOUT
 

@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from gpt.checkpoint.checkpoint import load
 from gpt.checkpoint.folder import find
 from gpt.checkpoint.layout import Progress
-from parallel.errors import ConfigError
+from parallel.validation.errors import ConfigError
 from tests.oracle.deepspeed_files import write_deepspeed
 from tests.unit.gpt.checkpoint.runs import tiny_state, train_step
 from tests.unit.zero.dcp.test_folders import assert_one_line_if_damaged

@@ -22,7 +22,7 @@ from gpt.builder.train_state import TrainState
 from gpt.checkpoint.checkpoint import load, rank_state
 from gpt.checkpoint.folder import find
 from gpt.pretrained.weights import load_pretrained
-from parallel.errors import ConfigError
+from parallel.validation.errors import ConfigError
 from tests.fuzz import fuzzed, result_unless_refused, run_examples
 from tests.pretrained_weights import write_pretrained
 from tests.unit.gpt.checkpoint.runs import (

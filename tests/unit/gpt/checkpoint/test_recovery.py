@@ -16,7 +16,7 @@ from gpt.checkpoint.recovery import Recovery
 from gpt.run_folder.files import METRICS, NUMBERS_OF_A_STEP, append_records
 from gpt.settings.run import CheckpointSettings
 from lab.faults.damage import DAMAGES
-from parallel.errors import ConfigError
+from parallel.validation.errors import ConfigError
 from tests.programs import wait_until
 from tests.unit.gpt.checkpoint.runs import DATA, tiny_state, train_step
 from zero.state import writer

@@ -15,7 +15,7 @@ from gpt.checkpoint.layout import Progress, changed_data
 from gpt.settings.data import DataSettings
 from gpt.settings.settings import Settings
 from gpt.settings.training import TrainSettings
-from parallel.errors import ConfigError
+from parallel.validation.errors import ConfigError
 from tests.unit.gpt.checkpoint.runs import (
     DATA,
     MODEL,

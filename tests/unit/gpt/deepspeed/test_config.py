@@ -21,7 +21,7 @@ from gpt.settings.parser import parse_settings
 from gpt.settings.schedule import ScheduleConfig
 from gpt.settings.settings import Settings
 from gpt.settings.training import LossScaleSettings, ParallelSettings
-from parallel.errors import ConfigError
+from parallel.validation.errors import ConfigError
 from tests.source_files import ROOT
 from zero.activations.checkpointed_blocks import ActivationsConfig
 from zero.memory.placement import OffloadConfig

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
+from gpt.formats.config_files import read_section
 from gpt.model.transformer import GPT, initialize
 from gpt.shape.config import ModelConfig, RopeScaling
-from parallel.config_files import read_section
 from parallel.mesh import Axis
 from parallel.tensor.blocks import RunBlocks
 from parallel.tensor.token_layout import ReplicatedTokens

@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gpt.model import compiled_blocks
 from gpt.model.transformer import GPT, initialize
 from gpt.shape.config import ModelConfig
-from parallel.errors import ConfigError
 from parallel.mesh import Axis
 from parallel.tensor.token_layout import ReplicatedTokens
+from parallel.validation.errors import ConfigError
 from tests.distributed.zero.compiled.backend import Backend
 
 IDS = torch.arange(8)[None]

@@ -12,8 +12,8 @@ from gpt.model.transformer import GPT
 from gpt.pretrained.weights import load_pretrained, write_weights
 from gpt.settings.optimizer import OptimizerSettings
 from gpt.settings.parser import parse_settings
-from parallel.errors import ConfigError
 from parallel.mesh import Mesh
+from parallel.validation.errors import ConfigError
 from tests.unit.gpt.model.models import batch, small_config, small_gpt
 
 BASE = "{data: {path: nowhere}, model: {num_layers: 1, hidden_size: 32, num_heads: 2, seq_length: 4, vocab_size: 64}}"

@@ -16,7 +16,7 @@ from gpt.settings.option_names import messages_in_option_names
 from gpt.shape.config import ModelConfig
 from lab.observe.kernel_log import KernelLog
 from lab.observe.operation_observer import observe_operations
-from parallel.errors import ConfigError
+from parallel.validation.errors import ConfigError
 from tests.unit.gpt.model.models import ONE_DEVICE, batch, small_config, small_gpt
 
 

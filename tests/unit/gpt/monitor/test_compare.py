@@ -6,7 +6,7 @@ import pytest
 
 from gpt.monitor.compare import figures_of, main, read_runs
 from gpt.run_folder.files import append_records
-from parallel.errors import ConfigError
+from parallel.validation.errors import ConfigError
 
 
 def write_run(folder: Path, losses: list[float], **last: float) -> Path:

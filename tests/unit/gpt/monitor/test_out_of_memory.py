@@ -8,7 +8,7 @@ import torch
 
 from gpt.monitor import out_of_memory
 from gpt.settings.parser import parse_settings
-from parallel.errors import MemoryLimitError
+from parallel.validation.errors import MemoryLimitError
 from parallel.world import World
 from tests.unit.gpt.settings.test_settings import BASE
 

@@ -21,7 +21,7 @@ from gpt.monitor.sinks import TensorboardRun, WandbRun
 from gpt.run_folder.files import append_records
 from gpt.settings.parser import parse_settings
 from gpt.settings.run import RunSettings, WandbSettings
-from parallel.errors import ConfigError
+from parallel.validation.errors import ConfigError
 from tests.unit.gpt.builder.test_train_state import BASE
 from tests.unit.gpt.run_folder.test_files import record
 

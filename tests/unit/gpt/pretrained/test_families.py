@@ -22,8 +22,8 @@ from gpt.pretrained.weights import load_pretrained, read_pretrained, write_weigh
 from gpt.settings.parser import parse_settings
 from gpt.shape.config import ModelConfig, RopeScaling, check_divides, parameter_shapes
 from parallel.comm_log import CommLog
-from parallel.errors import ConfigError
 from parallel.mesh import Axis
+from parallel.validation.errors import ConfigError
 from tests.models import rms_norm
 from tests.pretrained_weights import weights_from_transformers, write_pretrained
 from tests.unit.gpt.model.models import MODELS, SIZES, batch, preset_config, small_config, small_gpt

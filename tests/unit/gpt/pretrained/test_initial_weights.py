@@ -14,7 +14,7 @@ from torch import Tensor
 from gpt.pretrained.weights import load_pretrained, write_config
 from gpt.settings.parser import parse_settings
 from gpt.shape.config import ModelConfig, RopeScaling, parameter_shapes
-from parallel.errors import ConfigError
+from parallel.validation.errors import ConfigError
 from tests.pretrained_weights import weights_to_transformers, write_pretrained
 from tests.unit.gpt.model.models import VARIANTS, small_config, small_gpt
 from zero.state.tensor_file import write_tensors

@@ -16,7 +16,7 @@ from gpt.checkpoint.export import export_checkpoint
 from gpt.pretrained.tokenizer_files import tokenizer_of_data
 from gpt.pretrained.weights import write_weights
 from gpt.shape.config import ModelConfig, parameter_shapes
-from parallel.errors import ConfigError
+from parallel.validation.errors import ConfigError
 from tests.unit.gpt.model.models import preset_config
 from tests.unit.gpt.runs_in_process import make_trainer
 

@@ -18,7 +18,7 @@ from gpt.run_folder.files import (
     start_run,
     written_if_possible,
 )
-from parallel.errors import ConfigError
+from parallel.validation.errors import ConfigError
 from tests.fuzz import fuzzed, run_examples
 from tests.programs import files_of_at_most
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from gpt.run_folder.lock import RunLock
-from parallel.errors import ConfigError
+from parallel.validation.errors import ConfigError
 from parallel.world import LAUNCH_VARIABLE
 
 

@@ -11,8 +11,8 @@ from gpt.settings.parser import DEEPSPEED_CONFIG, GROUPS, LEAVES, TREE, parse_se
 from gpt.settings.settings import Settings
 from gpt.settings.tree import help_text
 from lab.settings_page import page
-from parallel.errors import ConfigError
-from parallel.fields import LARGEST_INT, alternatives, describe
+from parallel.validation.errors import ConfigError
+from parallel.validation.fields import LARGEST_INT, alternatives, describe
 from tests.source_files import ROOT
 from tests.unit.gpt.settings.test_settings import BASE
 from zero.partition.config import ZeroConfig

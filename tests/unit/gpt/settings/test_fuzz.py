@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from gpt.deepspeed.keys import KEYS
 from gpt.settings.parser import DEEPSPEED_CONFIG, GROUPS, LEAVES, parse_settings
 from gpt.settings.settings import Settings
-from parallel.errors import ConfigError
+from parallel.validation.errors import ConfigError
 from tests.fuzz import fuzzed, run_examples
 
 BASE: dict[str, Any] = {

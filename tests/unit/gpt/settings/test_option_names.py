@@ -8,8 +8,8 @@ import pytest
 
 from gpt.settings import option_names
 from gpt.settings.option_names import in_option_names, messages_in_option_names
-from parallel.errors import ConfigError
 from parallel.mesh import Mesh
+from parallel.validation.errors import ConfigError
 from zero.activations.choice import Hardware
 from zero.memory.placement import OffloadConfig
 from zero.partition.config import ZeroConfig

@@ -10,7 +10,7 @@ from gpt.settings.parser import TREE, parse_settings
 from gpt.settings.settings import Settings
 from gpt.settings.training import RampUpConfig
 from gpt.settings.tree import help_text
-from parallel.errors import ConfigError
+from parallel.validation.errors import ConfigError
 from tests.unit.gpt.settings.test_settings import BASE
 
 PLANNED, FP8 = "--activations.store=planned", "--train.matmul=fp8"

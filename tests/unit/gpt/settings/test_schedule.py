@@ -15,7 +15,7 @@ from gpt.settings.schedule import (
     rate_change,
 )
 from gpt.settings.training import RampUpConfig, TrainSettings
-from parallel.errors import ConfigError
+from parallel.validation.errors import ConfigError
 
 
 def batches(micro_batch_size: int, global_batch_size: int, ramp_up: RampUpConfig | None = None) -> TrainSettings:

@@ -7,8 +7,8 @@ import pytest
 
 from gpt.shape.config import ModelConfig, RopeScaling, check_divides
 from parallel.comm_log import CommLog
-from parallel.errors import ConfigError
 from parallel.mesh import Axis
+from parallel.validation.errors import ConfigError
 
 SIZES = {"num_layers": 2, "hidden_size": 48, "num_heads": 24, "seq_length": 8, "vocab_size": 250, "vocab_multiple": 1}
 

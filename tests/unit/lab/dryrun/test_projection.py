@@ -22,8 +22,8 @@ from lab.measure.cluster import ClusterSpec
 from lab.measure.kernel_costs import kernel_seconds
 from lab.observe.kernel_log import Kernel
 from parallel.comm_log import CommEvent
-from parallel.errors import ConfigError
 from parallel.memory_kinds import TensorKind
+from parallel.validation.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[4]
 DGX_2 = dataclasses.replace(

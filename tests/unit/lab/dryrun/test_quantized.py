@@ -11,7 +11,7 @@ from lab.measure.kernel_costs import kernel_seconds
 from lab.measure.recipes import RECIPES
 from lab.observe.kernel_log import Kernel, KernelLog
 from lab.observe.operation_observer import observe_operations
-from parallel.errors import ConfigError
+from parallel.validation.errors import ConfigError
 from tests.unit.lab.dryrun.test_costs import PLAIN, event
 
 TOKENS, WIDTH, OUT, VOCAB = 6400, 1280, 2560, 12800

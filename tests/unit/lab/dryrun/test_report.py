@@ -14,8 +14,8 @@ from lab.planner.depth import Estimate
 from lab.planner.layouts import CandidateLayout, Prediction, fits
 from lab.planner.plan_report import too_large_line
 from lab.planner.search import Search
-from parallel.errors import ConfigError
 from parallel.memory_kinds import TensorKind
+from parallel.validation.errors import ConfigError
 from tests.pairwise import noting, pairwise
 from tests.unit.lab.dryrun.test_projection import DGX_2, ROOT, shallow
 from zero.activations.stores import STORES

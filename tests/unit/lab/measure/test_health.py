@@ -12,7 +12,7 @@ from lab.measure import bandwidth, health
 from lab.measure.bandwidth import DeviceRate, LinkRate, Rates
 from lab.measure.health import Health, find_faults, measure, nodes_left, slow_devices, slow_links
 from lab.measure.measured_cluster import ACROSS, INSIDE
-from parallel.errors import ConfigError
+from parallel.validation.errors import ConfigError
 from parallel.world import World
 from tests.ranks import run_ranks
 

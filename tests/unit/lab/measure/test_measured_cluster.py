@@ -20,7 +20,7 @@ from lab.measure.measured_cluster import reserved_bytes, write_cluster
 from lab.measure.reference_step import Shape
 from lab.observe.kernel_log import Kernel
 from lab.observe.memory_tracker import MemoryTracker
-from parallel.errors import ConfigError
+from parallel.validation.errors import ConfigError
 
 CLUSTER = ClusterSpec.load(Path(__file__).resolve().parents[4] / "configs/clusters/dgx-a100.yaml")
 CURVE = Curve("add float32", (10.0, 100.0), (1.0, 2.0))

@@ -9,9 +9,9 @@ import torch
 
 from lab.measure import __main__ as measurement
 from lab.measure import bandwidth
-from parallel.errors import ConfigError
 from parallel.launch import preflight
 from parallel.mesh import Mesh
+from parallel.validation.errors import ConfigError
 from parallel.world import World, imitated_world
 from tests.unit.parallel.launch.test_preflight import ALIKE
 

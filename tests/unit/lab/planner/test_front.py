@@ -24,8 +24,8 @@ from lab.planner.layouts import CandidateLayout, Prediction
 from lab.planner.plan import report_front, report_plan
 from lab.planner.plan_report import front, spread
 from lab.planner.search import Search
-from parallel.errors import ConfigError
 from parallel.memory_kinds import TensorKind
+from parallel.validation.errors import ConfigError
 from tests.unit.lab.dryrun.test_projection import DGX_2, ROOT, settings, shallow
 
 

@@ -27,8 +27,8 @@ from lab.planner.plan import constraints, main, with_tokens
 from lab.planner.plan_report import chosen_lines, constraint_lines
 from lab.planner.remedies import remedies
 from lab.planner.search import Plan, Search, closed_form_rank
-from parallel.errors import ConfigError
-from parallel.fields import shown
+from parallel.validation.errors import ConfigError
+from parallel.validation.fields import shown
 from tests.unit.lab.dryrun.test_projection import DGX_2, ROOT, settings, shallow
 from zero.partition.stage import STAGES
 

@@ -17,11 +17,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel.errors import ConfigError
 from parallel.launch import node_facts, preflight
 from parallel.launch.node_facts import Job, NodeFacts, find_facts, find_problems, marked
 from parallel.launch.preflight import check_ranks, collect, connect, main, report
 from parallel.launch.route import Route
+from parallel.validation.errors import ConfigError
 from parallel.world import World
 
 WAIT = 600.0  # seconds, which only a test that hangs takes

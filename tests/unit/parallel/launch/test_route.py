@@ -5,9 +5,9 @@ from unittest import mock
 
 import pytest
 
-from parallel.errors import ConfigError
 from parallel.launch import route
 from parallel.launch.route import Route, find_route, resolve
+from parallel.validation.errors import ConfigError
 
 
 def test_an_endpoint_is_a_host_and_a_port():

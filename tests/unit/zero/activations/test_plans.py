@@ -24,11 +24,11 @@ from gpt.model.transformer import Block, Sequences
 from gpt.shape.config import ModelConfig
 from lab.races.simulated_streams import SIDE_STREAM
 from lab.races.stream_checker import streams_checked
-from parallel.errors import ConfigError
 from parallel.mesh import Axis, Mesh
 from parallel.tensor.blocks import run_in_order
 from parallel.tensor.token_layout import ReplicatedTokens, SplitTokens, TokenLayout
 from parallel.torch_internals import TorchDispatchMode, active_dispatch_modes
+from parallel.validation.errors import ConfigError
 from parallel.world import imitated_world
 from zero.activations import planned
 from zero.activations.checkpointed_blocks import ActivationsConfig, checkpointed_blocks

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from parallel.comm_log import CommLog
-from parallel.errors import ConfigError
 from parallel.mesh import Axis
+from parallel.validation.errors import ConfigError
 from zero.buckets.leaf_blocks import BlockSums, LeafOrder, check_blocks
 from zero.partition.config import ZeroConfig
 from zero.partition.stage import Levels

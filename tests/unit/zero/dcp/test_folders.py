@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from parallel.errors import ConfigError
 from parallel.mesh import Axis
+from parallel.validation.errors import ConfigError
 from tests.oracle.deepspeed_files import write_deepspeed, write_universal
 from zero import (
     DistributedState,

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zero.fp8
-from parallel.errors import ConfigError
+from parallel.validation.errors import ConfigError
 from zero.fp8.kernels import Device, emulated, launched, refusal, refused_layer
 from zero.fp8.products import ScaledProducts
 from zero.fp8.scaling import LARGEST, RECIPES, SMALLEST_NORMAL, quantize, scale_of, scaled_weights

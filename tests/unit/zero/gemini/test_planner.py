@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from lab.observe.memory_tracker import MemoryTracker
-from parallel.errors import ConfigError, MemoryLimitError
 from parallel.memory_kinds import PeakMeter
 from parallel.mesh import Axis
+from parallel.validation.errors import ConfigError, MemoryLimitError
 from tests.twins import assert_same_bits, params_of
 from zero.buckets.bucket import Bucket
 from zero.engine import ZeroDataParallel

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from lab.observe.memory_tracker import MemoryTracker
 from lab.races.stream_checker import StreamError, streams_checked
-from parallel.errors import MemoryLimitError
 from parallel.memory_kinds import TensorKind
 from parallel.mesh import Work
+from parallel.validation.errors import MemoryLimitError
 from zero.memory.placement import Offload, Placement, host_allocator
 
 CPU = torch.device("cpu")

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from parallel.errors import ConfigError
 from parallel.mesh import Axis
+from parallel.validation.errors import ConfigError
 from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
 from zero.optimizers.adamw8bit import BLOCK, AdamW8bit, bounds_of, dequantized, quantized, table_of

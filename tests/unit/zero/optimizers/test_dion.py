@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from parallel.errors import ConfigError
 from parallel.mesh import Axis
+from parallel.validation.errors import ConfigError
 from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
 from zero.optimizers.dion import Dion

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from parallel.errors import ConfigError
+from parallel.validation.errors import ConfigError
 from zero.optimizers.matrices import Matrix, assign, matrices_of, near_owners, owned_by_all
 from zero.optimizers.muon import Muon
 from zero.partition.layout import Layout

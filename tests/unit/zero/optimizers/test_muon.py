@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from lab.observe.memory_tracker import MemoryTracker
-from parallel.errors import ConfigError
 from parallel.memory_kinds import TensorKind
 from parallel.mesh import Axis
+from parallel.validation.errors import ConfigError
 from tests.distributed.zero.test_zero_optimizer import NoWaiting
 from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from parallel.errors import ConfigError
+from parallel.validation.errors import ConfigError
 from zero.partition.config import ZeroConfig
 from zero.partition.stage import Lifetime
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from parallel.errors import ConfigError
 from parallel.mesh import Axis
+from parallel.validation.errors import ConfigError
 from zero import (
     CautiousAdamW,
     SaveError,

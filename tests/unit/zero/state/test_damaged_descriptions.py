@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from parallel.errors import ConfigError
+from parallel.validation.errors import ConfigError
 from tests.unit.gpt.checkpoint.runs import change_header
 from zero.state.layout_file import DESCRIPTION, check_description, describe_layout, layout_of
 from zero.state.schema import check, parse_json

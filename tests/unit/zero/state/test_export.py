@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from parallel.errors import ConfigError
 from parallel.mesh import Axis
+from parallel.validation.errors import ConfigError
 from zero.engine import ZeroDataParallel
 from zero.partition.config import ZeroConfig
 from zero.state.export import export, full_state_dict, write_folder

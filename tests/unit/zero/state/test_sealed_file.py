@@ -7,7 +7,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from parallel.errors import ConfigError
+from parallel.validation.errors import ConfigError
 from zero.state import sealed_file, tensor_file
 from zero.state.sealed_file import flush_folder, verify, write_json
 from zero.state.tensor_file import TensorFile, write_tensors

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from parallel.errors import ConfigError
+from parallel.validation.errors import ConfigError
 from zero.optimizers.adamw8bit import BLOCK, AdamW8bit
 from zero.optimizers.adamw_bf16 import AdamWBf16
 from zero.optimizers.muon import Muon

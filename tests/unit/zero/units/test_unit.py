@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from parallel.errors import ConfigError
 from parallel.mesh import Axis
+from parallel.validation.errors import ConfigError
 from tests.models import build
 from zero.engine import ZeroDataParallel
 from zero.order.agreement import module_around

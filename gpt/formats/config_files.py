@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import yaml
 
-from parallel.errors import ConfigError
+from parallel.validation.errors import ConfigError
 
 MAX_DEPTH = 50
 PREFIX = "tag:yaml.org,2002:"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from parallel.config_files import parse_yaml, read_json, read_section, to_yaml
-from parallel.errors import ConfigError
+from gpt.formats.config_files import parse_yaml, read_json, read_section, to_yaml
+from parallel.validation.errors import ConfigError
 
 DEEP = 10**5
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from rich.table import Table
 
+from gpt.monitor.node_map import find_nodes, links_of, node_table, ring_members, span
 from parallel.comm_log import CommLog
-from parallel.launch.node_map import find_nodes, links_of, node_table, ring_members, span
 from parallel.mesh import Axis, Mesh
 from parallel.world import World
 

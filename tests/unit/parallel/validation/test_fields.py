@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 import pytest
 
-from parallel.errors import ConfigError
-from parallel.fields import NonNegative, PathLength, Positive, Range, checked, shown
+from parallel.validation.errors import ConfigError
+from parallel.validation.fields import NonNegative, PathLength, Positive, Range, checked, shown
 
 
 @checked

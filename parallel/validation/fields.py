@@ -18,7 +18,7 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, dataclass_transform, get_args, get_origin, get_type_hints
 
-from parallel.errors import ConfigError
+from parallel.validation.errors import ConfigError
 
 T = TypeVar("T")
 
