@@ -7,12 +7,13 @@ torchrun --nproc_per_node=2 pretrain_gpt.py --config configs/quickstart.yaml --z
 
 import gc
 import logging
+import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 if __name__ == "__main__":
     gc.disable()  # what is imported stays: looking for garbage among it would take a fifth of the start
@@ -26,7 +27,6 @@ from data.errors import DataError
 from gpt.builder.host_memory import check_host_memory
 from gpt.builder.train_state import build, build_mesh, num_adding_units, start_options
 from gpt.checkpoint.folder import find
-from gpt.commands import replace_process
 from gpt.corpus import Corpus
 from gpt.monitor.console import RunConsole, describe_run, memory_table
 from gpt.monitor.out_of_memory import out_of_memory_recorded
@@ -41,6 +41,11 @@ from parallel.world import World, exit_as_rank, rank_from_environment, start_wor
 
 logger = logging.getLogger(__name__)
 
+# The arguments are the folder of the code, which is found wherever the process was started, a module and its arguments.
+RUN_MODULE = (
+    "import runpy, sys; sys.path.insert(0, sys.argv.pop(1)); "
+    "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
+)
 Watching = Callable[[torch.device], AbstractContextManager[Any]]
 
 
@@ -70,6 +75,12 @@ def pretrain(settings: Settings, world: World, watching: Watching = nullcontext)
         console.show(memory_table(state, train))
         trainer = Trainer(settings, world, state, corpus, console)
         trainer.train()
+
+
+def replace_process(module: str, arguments: Sequence[str]) -> NoReturn:
+    """Run a module with `arguments` in place of this process, with its pid, environment and standard streams."""
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-c", RUN_MODULE, str(Path(__file__).parent), module, *arguments])
 
 
 def main(watching: Watching | None = None) -> None:

@@ -8,7 +8,7 @@ from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -30,9 +30,11 @@ from gpt.monitor.records import Records
 from gpt.monitor.watch import Watch
 from gpt.settings.schedule import batch_plan, consumed_samples_after, learning_rate
 from gpt.settings.settings import Settings
-from gpt.tasks import judge, load_tasks
 from gpt.train_step import evaluate, mean_over, train_step
 from parallel.world import World
+
+if TYPE_CHECKING:
+    from gpt.tasks import Task
 
 
 class Trainer:
@@ -56,7 +58,11 @@ class Trainer:
             self._records.on_save,
         )
         train = settings.train
-        self._tasks = load_tasks(train.tasks, corpus.tokenizer, settings.model.seq_length, train.task_questions)
+        self._tasks: list[Task] = []
+        if train.tasks:
+            from gpt.tasks import load_tasks
+
+            self._tasks = load_tasks(train.tasks, corpus.tokenizer, settings.model.seq_length, train.task_questions)
         nodes = find_nodes(world)
         console.show(node_table(nodes, state.mesh))
         places = [f"node {node}, local rank {rank % world.local_size}" for rank, node in enumerate(nodes)]
@@ -273,6 +279,8 @@ class Trainer:
 
     def _judge(self) -> dict[str, Any]:
         """Return the metrics of the tasks. All ranks call it."""
+        from gpt.tasks import judge
+
         state, batch_size = self.state, self._settings.train.micro_batch_size
         return judge(state.model, self._tasks, state.mesh, batch_size, self._watch.beat)
 

@@ -1,10 +1,80 @@
 """ZeRO-DP for any module: wrap it in `ZeroDataParallel`, and update it by a `ZeroOptimizer`.
 
-The names below are the public interface; docs/zero_library.md describes it.
+The names in `__all__` are the public interface, which docs/zero_library.md describes. `import zero` loads none of
+them: each loads its module when it is first used.
 """
 
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+__version__ = "0.2.0"
+
+_MODULES = {
+    "parallel.mesh": "Axis Mesh",
+    "parallel.validation.errors": "ConfigError",
+    "parallel.world": "start_world stop_world",
+    "zero.activations.checkpointed_blocks": "ActivationsConfig checkpointed_blocks",
+    "zero.buckets.guarded_parameter": "GradientAccessError ShardedParameterError",
+    "zero.dcp.folder": "load_distributed",
+    "zero.dcp.state": "DistributedState",
+    "zero.engine": "ZeroDataParallel",
+    "zero.memory.placement": "OffloadConfig",
+    "zero.optimizer": "ZeroOptimizer",
+    "zero.optimizers.adamw8bit": "AdamW8bit",
+    "zero.optimizers.adamw_bf16": "AdamWBf16",
+    "zero.optimizers.cautious_adamw": "CautiousAdamW",
+    "zero.optimizers.dion": "Dion",
+    "zero.optimizers.muon": "Muon",
+    "zero.optimizers.soap": "Soap",
+    "zero.order.agreement": "DivergedRanks",
+    "zero.partition.config": "ZeroConfig",
+    "zero.sharded_init": "ShardedInit",
+    "zero.state.checkpoint": "Saver has_checkpoint load save",
+    "zero.state.export": "export full_state_dict",
+    "zero.state.writer": "SaveError",
+    "zero.step.loss_scale": "LossScale SkippedStepsError",
+    "zero.uneven": "join",
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
+
+__all__ = sorted(_MODULE_OF)
+
+if TYPE_CHECKING:  # the same names, for type checkers and editors
+    from parallel.mesh import Axis as Axis
+    from parallel.mesh import Mesh as Mesh
+    from parallel.validation.errors import ConfigError as ConfigError
+    from parallel.world import start_world as start_world
+    from parallel.world import stop_world as stop_world
+    from zero.activations.checkpointed_blocks import ActivationsConfig as ActivationsConfig
+    from zero.activations.checkpointed_blocks import checkpointed_blocks as checkpointed_blocks
+    from zero.buckets.guarded_parameter import GradientAccessError as GradientAccessError
+    from zero.buckets.guarded_parameter import ShardedParameterError as ShardedParameterError
+    from zero.dcp.folder import load_distributed as load_distributed
+    from zero.dcp.state import DistributedState as DistributedState
+    from zero.engine import ZeroDataParallel as ZeroDataParallel
+    from zero.memory.placement import OffloadConfig as OffloadConfig
+    from zero.optimizer import ZeroOptimizer as ZeroOptimizer
+    from zero.optimizers.adamw8bit import AdamW8bit as AdamW8bit
+    from zero.optimizers.adamw_bf16 import AdamWBf16 as AdamWBf16
+    from zero.optimizers.cautious_adamw import CautiousAdamW as CautiousAdamW
+    from zero.optimizers.dion import Dion as Dion
+    from zero.optimizers.muon import Muon as Muon
+    from zero.optimizers.soap import Soap as Soap
+    from zero.order.agreement import DivergedRanks as DivergedRanks
+    from zero.partition.config import ZeroConfig as ZeroConfig
+    from zero.sharded_init import ShardedInit as ShardedInit
+    from zero.state.checkpoint import Saver as Saver
+    from zero.state.checkpoint import has_checkpoint as has_checkpoint
+    from zero.state.checkpoint import load as load
+    from zero.state.checkpoint import save as save
+    from zero.state.export import export as export
+    from zero.state.export import full_state_dict as full_state_dict
+    from zero.state.writer import SaveError as SaveError
+    from zero.step.loss_scale import LossScale as LossScale
+    from zero.step.loss_scale import SkippedStepsError as SkippedStepsError
+    from zero.uneven import join as join
 
 
 def require_siblings(package: str, *names: str) -> None:
@@ -22,58 +92,17 @@ def require_siblings(package: str, *names: str) -> None:
             )
 
 
+if not TYPE_CHECKING:  # to a type checker, every name would exist
+
+    def __getattr__(name: str) -> object:
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(_MODULE_OF[name]), name)
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 require_siblings("zero", "parallel")  # before anything of it is imported
-
-from zero.activations.checkpointed_blocks import ActivationsConfig, checkpointed_blocks
-from zero.buckets.guarded_parameter import GradientAccessError, ShardedParameterError
-from zero.dcp.folder import load_distributed
-from zero.dcp.state import DistributedState
-from zero.engine import ZeroDataParallel
-from zero.memory.placement import OffloadConfig
-from zero.optimizer import ZeroOptimizer
-from zero.optimizers.adamw8bit import AdamW8bit
-from zero.optimizers.adamw_bf16 import AdamWBf16
-from zero.optimizers.cautious_adamw import CautiousAdamW
-from zero.optimizers.dion import Dion
-from zero.optimizers.muon import Muon
-from zero.optimizers.soap import Soap
-from zero.order.agreement import DivergedRanks
-from zero.partition.config import ConfigError, ZeroConfig
-from zero.sharded_init import ShardedInit
-from zero.state.checkpoint import Saver, has_checkpoint, load, save
-from zero.state.export import export, full_state_dict
-from zero.state.writer import SaveError
-from zero.step.loss_scale import LossScale, SkippedStepsError
-from zero.uneven import join
-
-__all__ = [
-    "ActivationsConfig",
-    "AdamW8bit",
-    "AdamWBf16",
-    "CautiousAdamW",
-    "ConfigError",
-    "Dion",
-    "DistributedState",
-    "DivergedRanks",
-    "GradientAccessError",
-    "LossScale",
-    "Muon",
-    "OffloadConfig",
-    "SaveError",
-    "Saver",
-    "ShardedInit",
-    "ShardedParameterError",
-    "SkippedStepsError",
-    "Soap",
-    "ZeroConfig",
-    "ZeroDataParallel",
-    "ZeroOptimizer",
-    "checkpointed_blocks",
-    "export",
-    "full_state_dict",
-    "has_checkpoint",
-    "join",
-    "load",
-    "load_distributed",
-    "save",
-]

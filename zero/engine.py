@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,6 @@ from parallel.tensor.gradient_sums import set_deferred
 from parallel.tensor.split_parameters import split_dims
 from parallel.validation.errors import ConfigError
 from zero.buckets.bucket import Bucket
-from zero.buckets.chunked_tensor import ChunkedTensor, ParameterChunks
 from zero.buckets.flat import FlatContext, FlatParameters, is_absent
 from zero.buckets.gradients import GradientReducer
 from zero.buckets.guarded_parameter import ParameterGuard, changes
@@ -29,8 +28,6 @@ from zero.buckets.hashes import GradientHashes
 from zero.buckets.tensor_tree import cast_floating_point
 from zero.buckets.weight_codes import WeightScales
 from zero.checks import check_arguments, check_module, coded_weights, refuse_replacing
-from zero.gemini.chunks import search_chunk_size
-from zero.gemini.planner import PlacementPlanner
 from zero.memory.placement import NO_OFFLOAD, Offload, OffloadConfig
 from zero.memory.streams import SideStream
 from zero.order.agreement import LaunchOrder
@@ -42,6 +39,9 @@ from zero.units.hooks import Hook, ModuleHooks, PersistentHooks, hook_readers
 from zero.units.passes import Passes
 from zero.units.scheduler import Residency, UnitScheduler
 from zero.units.unit import Unit, assign_parameters, find_units, group_alike, named_units
+
+if TYPE_CHECKING:
+    from zero.buckets.chunked_tensor import ChunkedTensor, ParameterChunks
 
 logger = logging.getLogger(__name__)
 
@@ -261,7 +261,7 @@ class ZeroDataParallel(nn.Module):
             torch.autograd.graph.increment_version(flat.params)
         self.measure_weights()
 
-    def parameter_chunks(self) -> ParameterChunks:
+    def parameter_chunks(self) -> "ParameterChunks":
         """Return how torch's state dicts have the parameters, and the optimizer's states of them.
 
         Raises ConfigError if the model is split along a tensor axis, and no optimizer has said which.
@@ -270,6 +270,8 @@ class ZeroDataParallel(nn.Module):
         tensor = next((optimizer.tensor for optimizer in self.reducer.users.params_of), None)
         if split and tensor is None:
             raise ConfigError("a model that is split along a tensor axis needs its optimizer, which knows that axis")
+        from zero.buckets.chunked_tensor import ParameterChunks
+
         return ParameterChunks(
             self.module, split, self.shard_axis, tensor or Axis.trivial("tensor"), self.offload.device
         )
@@ -292,6 +294,8 @@ class ZeroDataParallel(nn.Module):
         All ranks call it, with the same keys. Returns keys that are missing and unexpected, and raises RuntimeError for
         these if it is `strict`, and ConfigError if a tensor does not fit.
         """
+        from zero.buckets.chunked_tensor import ChunkedTensor
+
         if not any(isinstance(value, ChunkedTensor) for value in state_dict.values()):
             self.take_changes()  # shards may have been loaded in place, and parameters be older than master weights
         shards = self._shards(self.module.state_dict(keep_vars=True))
@@ -317,7 +321,7 @@ class ZeroDataParallel(nn.Module):
             optimizer.take_changes()
         self.offload.synchronize()
 
-    def _shards(self, state: Mapping[str, Any]) -> dict[str, ChunkedTensor]:
+    def _shards(self, state: Mapping[str, Any]) -> "dict[str, ChunkedTensor]":
         """Return the shards of the parameters in a state of the module, by their keys."""
         chunks = self.parameter_chunks()
         weights = chunks.weights(self.flats)
@@ -389,6 +393,8 @@ class ZeroDataParallel(nn.Module):
         """Return the number of elements of a bucket, for units with these parameters."""
         unit_numels = [sum(param.numel() for param in params.values()) for params in own.values()]
         if self.offload.config.mode == "auto":
+            from zero.gemini.chunks import search_chunk_size
+
             numel, unfilled_numel = search_chunk_size(unit_numels, self.offload.config, self.config.grain(levels))
             logger.info("offload: chunks of %d elements, %d unfilled", numel, unfilled_numel)
             return numel
@@ -425,6 +431,8 @@ class ZeroDataParallel(nn.Module):
             prefetch_numel = max(LEAST_PREFETCHED, *(unit.transient_numel for name, unit in units.items() if name), 0)
         if self.offload.config.mode != "auto" and self.offload.config.accelerator_memory_gb is None:
             return Residency(prefetch_numel)
+        from zero.gemini.planner import PlacementPlanner
+
         planner = PlacementPlanner(self.offload, prefetch_numel)
         reductions = self.reducer.reductions
         planner.check_units(units.values(), reductions.staging.num_bytes + reductions.host_staging.num_bytes)

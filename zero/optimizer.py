@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from inspect import signature
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -30,7 +30,6 @@ from parallel.tensor.gradient_sums import GradientSums, set_deferred
 from parallel.tensor.split_parameters import split_dims
 from parallel.validation.errors import ConfigError, check_type
 from zero.buckets.bucket import Bucket
-from zero.buckets.chunked_tensor import ParameterChunks
 from zero.engine import ZeroDataParallel
 from zero.memory.placement import Placement
 from zero.step.assembled_updates import assembled_updates
@@ -40,7 +39,9 @@ from zero.step.grad_norm import GradNorm
 from zero.step.loss_scale import LossScale, SkippedSteps
 from zero.step.pieces import OwnedPieces, OwnedState, Piece, UnusedParameters, as_groups, check_class
 from zero.step.probe import probe_atoms
-from zero.step.state_dict import REMEDY, load_state_dict, state_dict
+
+if TYPE_CHECKING:
+    from zero.buckets.chunked_tensor import ParameterChunks
 
 Scales = dict[Placement, tuple[Tensor, ...]]  # (clip coefficient, flag of a skipped step) in each memory
 
@@ -234,6 +235,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Their tensors are this rank's shards, and views. States that do not exist yet are made, of zeros. Raises
         ConfigError for states that are not one value for each element: those of AdamW8bit, Soap, Dion, and of NorMuon.
         """
+        from zero.step.state_dict import state_dict
+
         return state_dict(self.inner, self._pieces, self._chunks())
 
     @torch.no_grad()
@@ -242,10 +245,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         The parameters must be in the same groups, in the same order. Raises ConfigError if a tensor does not fit.
         """
+        from zero.step.state_dict import load_state_dict
+
         load_state_dict(self.inner, self._pieces, self._chunks(), state_dict)
 
-    def _chunks(self) -> ParameterChunks:
+    def _chunks(self) -> "ParameterChunks":
         if self.matrices.state_bytes:  # the same on all ranks
+            from zero.step.state_dict import REMEDY
+
             raise ConfigError(
                 f"the states of {type(self.inner).__name__} are matrices that torch.distributed.checkpoint cannot "
                 f"divide; {REMEDY}"

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from functools import cache
 from typing import assert_never
 
+import zero
 from gpt.settings.optimizer import OptimizerSettings
 from gpt.settings.training import TrainSettings
 from gpt.shape.config import ROWS_PER_UNIT, ModelConfig, parameter_shapes
-from zero.optimizers.adamw8bit import BLOCK
 
 BYTES = 4  # of one moment of one element
 OF_ADAM = 2 * BYTES
@@ -52,7 +52,8 @@ def moment_bytes(optimizer: OptimizerSettings, model: ModelConfig, tensor_size: 
     packed = [_matrices_in(model, name, shape) for name, shape, _ in hidden]
     match optimizer.name:
         case "adamw8bit":  # two bytes, and two scales for a block
-            updated, state_bytes = matrices, (2 + OF_ADAM / BLOCK) * sum(numel for _, _, numel in matrices)
+            bytes_each = 2 + OF_ADAM / zero.AdamW8bit.own_atom.numel
+            updated, state_bytes = matrices, bytes_each * sum(numel for _, _, numel in matrices)
         case "adamw_bf16":
             updated, state_bytes = matrices, OF_ADAM / 2 * sum(numel for _, _, numel in matrices)
         case "muon":

@@ -1,7 +1,7 @@
 """Builds what trains from the settings: the mesh, the model, ZeRO around it, and its optimizer."""
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, assert_never
@@ -9,6 +9,7 @@ from typing import Any, assert_never
 import torch
 from torch import nn
 
+import zero
 from gpt.builder.activation_store import chosen_activations
 from gpt.builder.leaves import Leaves
 from gpt.builder.loss_guard import LossGuard
@@ -18,8 +19,6 @@ from gpt.kernels.norms import NORMS
 from gpt.model.compiled_blocks import check_compiler, compile_blocks
 from gpt.model.mup import hidden_factor, is_hidden_matrix
 from gpt.model.transformer import GPT, Attention, initialize
-from gpt.pretrained.families import family_of
-from gpt.pretrained.weights import load_pretrained
 from gpt.settings.optimizer import OptimizerSettings
 from gpt.settings.schedule import check_batch_sizes, learning_rate
 from gpt.settings.settings import Settings
@@ -28,7 +27,6 @@ from gpt.shape.config import ModelConfig, check_divides
 from parallel.memory_kinds import allocate_buffer
 from parallel.mesh import Axis, Mesh
 from parallel.tensor.context import check_context
-from parallel.tensor.heads import GroupedHeads
 from parallel.tensor.layers import part_of
 from parallel.tensor.softmax import inductor_works
 from parallel.tensor.split_parameters import split_dims
@@ -40,16 +38,8 @@ from zero.activations.checkpointed_blocks import ActivationsConfig, check_replic
 from zero.activations.plans.module import PlannedBlocks
 from zero.buckets.leaf_blocks import check_blocks
 from zero.engine import ZeroDataParallel
-from zero.fp8.convert import convert
-from zero.fp8.kernels import HOPPER, Device, refused_layer
 from zero.memory.placement import Offload, Placement
 from zero.optimizer import ZeroOptimizer
-from zero.optimizers.adamw8bit import AdamW8bit
-from zero.optimizers.adamw_bf16 import AdamWBf16
-from zero.optimizers.cautious_adamw import CautiousAdamW
-from zero.optimizers.dion import Dion
-from zero.optimizers.muon import Muon
-from zero.optimizers.soap import Soap
 from zero.partition.stage import Lifetime
 from zero.sharded_init import ShardedInit
 from zero.step.loss_scale import LossScale
@@ -128,6 +118,8 @@ def build_mesh(settings: Settings, world: World) -> Mesh:
     check_mesh(settings, mesh)
     # Both raise ConfigError: of a family that has no such model, and of a warm-up and a decay that overlap.
     if settings.checkpoint.weights:
+        from gpt.pretrained.families import family_of
+
         family_of(settings.model)
     learning_rate(settings.schedule, settings.optimizer.lr, 0, settings.train.steps)
     return mesh
@@ -204,11 +196,13 @@ def build(settings: Settings, mesh: Mesh, device: torch.device) -> TrainState:
             settings.model, activations, tokens, device, train.dtype, sum_dtype, is_compiled=train.compiles_blocks
         )
         if train.matmul == "fp8":
-            convert_blocks(gpt, train, HOPPER if mesh.data.imitated_backend == "nccl" else Device.of(device))
+            _convert(gpt, train, mesh, device)
         plan_blocks(gpt, activations, device)
         gpt.softmax = replace(gpt.softmax, z_loss=train.z_loss)
         initialize(gpt, train.seed, mesh.data)
         if train.initial_weights is not None:
+            from gpt.pretrained.weights import load_pretrained
+
             load_pretrained(gpt, Path(train.initial_weights))
     model = ZeroDataParallel(gpt, mesh.data, settings.zero, init=init, offload=settings.offload)
     if train.compiles_blocks:
@@ -224,6 +218,13 @@ def build(settings: Settings, mesh: Mesh, device: torch.device) -> TrainState:
     judging = mesh.data if leaves is None else mesh.data.without_peers()
     guard = LossGuard(judging, settings.guard.spike_factor, device) if settings.guard.checks_losses else None
     return TrainState(mesh, model, optimizer, device, activations, guard, leaves)
+
+
+def _convert(gpt: GPT, train: TrainSettings, mesh: Mesh, device: torch.device) -> None:
+    from gpt.builder.fp8_blocks import convert_blocks
+    from zero.fp8.kernels import HOPPER, Device
+
+    convert_blocks(gpt, train, HOPPER if mesh.data.imitated_backend == "nccl" else Device.of(device))
 
 
 def _compile(gpt: GPT, activations: ActivationsConfig, settings: Settings) -> None:
@@ -277,46 +278,6 @@ def plan_blocks(gpt: GPT, activations: ActivationsConfig, device: torch.device) 
         assert activations.budget_gb is not None
         blocks, replicas = list(gpt.blocks), gpt.tokens.replicas
         PlannedBlocks(blocks, activations.budget_gb, activations.hardware, device, replicas)
-
-
-def convert_blocks(gpt: GPT, train: TrainSettings, device: Device) -> None:
-    """Let the linear layers of blocks multiply in FP8. Raises ConfigError if the device cannot."""
-    fp8, num_blocks = train.fp8, gpt.config.num_layers
-    if fp8.keep_first + fp8.keep_last >= num_blocks:
-        raise ConfigError(
-            f"train.fp8.keep_first={fp8.keep_first} and keep_last={fp8.keep_last} leave none of {num_blocks} blocks to "
-            "train.matmul=fp8; keep fewer"
-        )
-    names = convert(
-        gpt,
-        fp8.recipe,
-        keep=lambda name, _layer: not fp8.takes(name, num_blocks),
-        use_fast_accum=fp8.use_fast_accum,
-        emulate=fp8.emulate,
-        device=device,
-    )
-    emulates = fp8.emulate or device.kind == "cpu"
-    if not emulates:
-        num_tokens = train.micro_batch_size * gpt.config.seq_length // gpt.tokens.context.size
-        if (reason := refused_layer(fp8.recipe, device, product_shapes(gpt, names), num_tokens)) is not None:
-            raise ConfigError(
-                f"train.fp8.recipe={fp8.recipe}: {reason}; choose another recipe, train.matmul=null, or "
-                "train.fp8.emulate=true, which is slower than bf16"
-            )
-    logger.info("products: %s FP8 in %d layers%s", fp8.recipe, len(names), ", emulated" if emulates else "")
-
-
-def product_shapes(gpt: GPT, names: Iterable[str]) -> dict[str, tuple[int, int]]:
-    """Return (out, in) of the weights of some layers, as far as this tensor rank multiplies by them, by name."""
-    found = {}
-    for layer_name, layer in ((name, gpt.get_submodule(name)) for name in names):
-        for name, weight in layer.named_parameters(recurse=False):
-            if weight.dim() == 2:
-                rows = weight.shape[0]
-                if isinstance(layer, GroupedHeads) and name in layer.shared_dims:
-                    rows = layer.rows_of_head
-                found[f"{layer_name}.{name}"] = rows, weight.shape[1]
-    return found
 
 
 def build_loss_scale(settings: LossScaleSettings, is_fp16: bool, device: torch.device) -> LossScale:
@@ -402,22 +363,23 @@ def choose_optimizer(settings: OptimizerSettings, offload: Offload) -> ChosenOpt
     with_momentum = {"momentum": settings.momentum, "nesterov": settings.nesterov}
     match settings.name:
         case "adamw" if settings.cautious_decay:
-            return CautiousAdamW, adam, "fused AdamW with cautious weight decay"
+            return zero.CautiousAdamW, adam, "fused AdamW with cautious weight decay"
         case "adamw":
             kind, options, name = choose_adam(settings.implementation, offload)
             return kind, options | {"betas": settings.betas, "eps": settings.eps}, name
         case "adamw8bit":
-            return AdamW8bit, adam, "AdamW with moments of 8 bits"
+            return zero.AdamW8bit, adam, "AdamW with moments of 8 bits"
         case "adamw_bf16":
-            return AdamWBf16, adam, "AdamW with moments in bf16"
+            return zero.AdamWBf16, adam, "AdamW with moments in bf16"
         case "muon":
             muon = asdict(settings.muon)
             muon.pop("per_head")  # a setting of groups
-            return Muon, adam | with_momentum | {"adjust_lr_fn": muon.pop("adjust_lr")} | muon, "Muon, and fused AdamW"
+            muon["adjust_lr_fn"] = muon.pop("adjust_lr")
+            return zero.Muon, adam | with_momentum | muon, "Muon, and fused AdamW"
         case "soap":
-            return Soap, adam | asdict(settings.soap), "SOAP, and fused AdamW"
+            return zero.Soap, adam | asdict(settings.soap), "SOAP, and fused AdamW"
         case "dion":
-            return Dion, adam | {"momentum": settings.momentum} | asdict(settings.dion), "Dion, and fused AdamW"
+            return zero.Dion, adam | {"momentum": settings.momentum} | asdict(settings.dion), "Dion, and fused AdamW"
         case "sgd":
             return torch.optim.SGD, with_momentum | {"fused": True}, "torch.optim.SGD(fused=True)"
         case unknown:

@@ -19,7 +19,6 @@ from typing import Any
 
 from gpt.builder.train_state import TrainState
 from gpt.checkpoint.folder import LATEST, Kept, checkpoint_name, checkpoints, delete_old, set_aside, step_in_name
-from gpt.checkpoint.foreign import load_foreign
 from gpt.checkpoint.layout import Progress, SavedRun, changed_data, check_model, content_of, read_run
 from gpt.run_folder.files import written_if_possible
 from gpt.shape.config import ModelConfig
@@ -92,6 +91,8 @@ def load(
     `load_foreign` loads that of another program, where `samples_before` has its meaning.
     """
     if writer := writer_of(checkpoint):
+        from gpt.checkpoint.foreign import load_foreign
+
         return load_foreign(checkpoint, writer, state, samples_before)
     own = rank_state(state)
     with _remedy_in_errors(checkpoint):

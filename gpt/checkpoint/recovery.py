@@ -9,10 +9,8 @@ from typing import Any
 
 from gpt.builder.train_state import TrainState
 from gpt.checkpoint.checkpoint import TO_DISK, RunSaver, load
-from gpt.checkpoint.export import LiveExports
 from gpt.checkpoint.folder import Kept, checkpoint_name, find, newest, remove_partial, set_aside_later, step_in_name
 from gpt.checkpoint.layout import Progress
-from gpt.checkpoint.snapshots import Snapshots
 from gpt.run_folder.files import CHECKPOINTS, CONFIG, WEIGHTS, cut_metrics, start_run
 from gpt.run_folder.lock import RunLock
 from gpt.settings.run import CheckpointSettings
@@ -54,8 +52,18 @@ class Recovery:
         self._saver = RunSaver(
             self._folder, state, kept=kept, is_async=config.asynchronous, data=data, publication=publication
         )
-        self._snapshots = Snapshots(config, run_dir, state, data, on_chunk) if config.snapshot_every else None
-        self._weights = LiveExports(state, run_dir / WEIGHTS, kept, data) if config.weights else None
+        if config.snapshot_every:
+            from gpt.checkpoint.snapshots import Snapshots
+
+            self._snapshots: Snapshots | None = Snapshots(config, run_dir, state, data, on_chunk)
+        else:
+            self._snapshots = None
+        if config.weights:
+            from gpt.checkpoint.export import LiveExports
+
+            self._weights: LiveExports | None = LiveExports(state, run_dir / WEIGHTS, kept, data)
+        else:
+            self._weights = None
         self._saved_step: int | None = None  # of the newest checkpoint in the folder, saved or loaded
         self._failure: SaveError | None = None  # the error of the last save
 

@@ -19,10 +19,7 @@ from typing import Any, get_origin
 
 from rich.table import Table
 
-from gpt.deepspeed.config import deepspeed_layer
 from gpt.formats.config_files import Section, parse_yaml, read_section
-from gpt.pretrained.weights import CONFIG as WEIGHTS_CONFIG
-from gpt.pretrained.weights import model_options
 from gpt.settings.option_names import in_option_names, messages_in_option_names
 from gpt.settings.settings import Settings
 from gpt.settings.tree import Group, Leaf, default_of, help_text, walk
@@ -78,6 +75,8 @@ def given_settings(
     given = _merged(files, options)
     path = _typed(DEEPSPEED_CONFIG, given.pop(DEEPSPEED_CONFIG, Given(None)))
     if path is not None:
+        from gpt.deepspeed.config import deepspeed_layer
+
         base = {name: leaf.default for name, leaf in LEAVES.items()}
         base |= {name: _typed(name, found) for name, found in given.items()}
         translated = deepspeed_layer(Path(path), base, frozenset(options), num_ranks, show)
@@ -90,7 +89,12 @@ def given_settings(
 def _initial_model(given: Layer, show: Callable[[Table], None]) -> Layer:
     """Return the settings of the model whose weights a run begins with, and show those that are not given."""
     weights = _typed(INITIAL_WEIGHTS, given.get(INITIAL_WEIGHTS, Given(None)))
-    if weights is None or not _is_file(f"{weights}/{WEIGHTS_CONFIG}"):
+    if weights is None:
+        return {}
+    from gpt.pretrained.weights import CONFIG as WEIGHTS_CONFIG
+    from gpt.pretrained.weights import model_options
+
+    if not _is_file(f"{weights}/{WEIGHTS_CONFIG}"):
         return {}  # what is missing is named when the weights are read
     path = Path(weights) / WEIGHTS_CONFIG
     layer = {name: Given(value, f"{path}: ") for name, value in model_options(path.parent).items()}

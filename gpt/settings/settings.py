@@ -8,6 +8,7 @@ import math
 from dataclasses import asdict, field, replace
 from typing import Any
 
+import zero
 from gpt.formats.config_files import to_yaml
 from gpt.settings.data import DataSettings
 from gpt.settings.optimizer import OptimizerSettings
@@ -27,7 +28,6 @@ from parallel.validation.fields import checked
 from zero.activations.checkpointed_blocks import ActivationsConfig
 from zero.fp8.scaling import RECIPES
 from zero.memory.placement import OffloadConfig
-from zero.optimizers.adamw8bit import BLOCK
 from zero.partition.config import ZeroConfig
 
 
@@ -124,7 +124,8 @@ class Settings:
         """Return these settings with shards that do not cut the blocks of the optimizer."""
         if self.optimizer.name != "adamw8bit":
             return self
-        return replace(self, zero=replace(self.zero, alignment=math.lcm(self.zero.alignment, BLOCK)))
+        block_numel = zero.AdamW8bit.own_atom.numel
+        return replace(self, zero=replace(self.zero, alignment=math.lcm(self.zero.alignment, block_numel)))
 
     def with_gradient_types(self, data_size: int) -> "Settings":
         """Return these settings with the types of gradients that null stands for on `data_size` data-parallel ranks."""

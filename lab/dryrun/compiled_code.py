@@ -22,8 +22,8 @@ from parallel.tensor.linear_cross_entropy import rows_of_chunks
 from parallel.tensor.softmax import Softmax, log_sums_to_gradients_
 from parallel.tensor.token_layout import ReplicatedTokens
 from zero.activations.checkpointed_blocks import ActivationsConfig
-from zero.fp8.convert import convert
 from zero.fp8.kernels import HOPPER
+from zero.fp8.layers import convert
 
 logger = logging.getLogger(__name__)
 

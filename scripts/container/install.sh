@@ -1,11 +1,9 @@
 #!/usr/bin/env bash
-# Installs the project beside a torch that is already there, such as that of NVIDIA's PyTorch image, and never changes
-# that torch. Such a build is called 2.12.0a0+...: `pip install .` may take it for older than the release that
-# pyproject.toml requires, and replace it. The versions of requirements.txt are for scripts/setup.sh and not used here.
+# Installs the packages that pyproject.toml names beside a torch that is already there, such as that of NVIDIA's PyTorch
+# image, and never changes that torch. Such a build is called 2.12.0a0+...: pip may take it for older than the release
+# that is required, and replace it. The versions of requirements.txt are for scripts/setup.sh and not used here.
 #
-#   scripts/container/install.sh             # both of the following
-#   scripts/container/install.sh packages    # the packages that pyproject.toml names, but torch
-#   scripts/container/install.sh project     # the project itself, without packages
+#   scripts/container/install.sh
 #
 # PYTHON names the interpreter (python).
 set -euo pipefail
@@ -30,24 +28,16 @@ PYTHON
 }
 
 before=$(installed)
-pip=("$python" -m pip --no-input --disable-pip-version-check install --no-cache-dir)
-
-if [[ ${1:-packages} == packages ]]; then
-    constraints=$(mktemp)
-    trap 'rm -f "$constraints"' EXIT
-    echo "$before" >"$constraints"
-    packages=$("$python" -c '
+constraints=$(mktemp)
+trap 'rm -f "$constraints"' EXIT
+echo "$before" >"$constraints"
+packages=$("$python" -c '
 import tomllib
-project = tomllib.load(open("pyproject.toml", "rb"))["project"]
-named = project["dependencies"] + project["optional-dependencies"]["gpt"]
+file = tomllib.load(open("pyproject.toml", "rb"))
+named = file["project"]["dependencies"] + file["dependency-groups"]["gpt"]
 print("\n".join(each for each in named if not each.startswith("torch")))')
-    mapfile -t packages <<<"$packages"
-    "${pip[@]}" --constraint "$constraints" "${packages[@]}"
-fi
-if [[ ${1:-project} == project ]]; then
-    # Constraints of the image concern packages, and none is installed here but setuptools, for the build alone.
-    env -u PIP_CONSTRAINT "${pip[@]}" --no-deps .
-fi
+mapfile -t packages <<<"$packages"
+"$python" -m pip --no-input --disable-pip-version-check install --no-cache-dir --constraint "$constraints" "${packages[@]}"
 
 changed=$(comm -23 <(echo "$before") <(installed))
 if [[ -n $changed ]]; then

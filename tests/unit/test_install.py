@@ -1,42 +1,83 @@
-"""The project as an installed package: its commands, its wheel, and files of the user that have the same names."""
+"""The library as an installed package: its names, its wheel, and files of the user that have the same names."""
 
+import ast
+import json
 import os
-import re
 import subprocess
 import sys
-import tomllib
+import sysconfig
+import zipfile
 from pathlib import Path
 
 import pytest
 
 import zero
-from lab.faults.runs import prepare_corpus
 from lab.races.mutants.__main__ import copy_tree
-from tests.end_to_end.runs import options
 from tests.source_files import ROOT
 from zero import require_siblings
 
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = ["safetensors", "transformers", "datasets", "tokenizers", "wandb", "rich", "matplotlib", "yaml", "filelock"]
+BLOCKED = f"import sys; sys.modules |= dict.fromkeys({EXTRAS!r})\n"
+TRAIN = """
+import json
+import torch
+from zero import Mesh, ZeroConfig, ZeroDataParallel, ZeroOptimizer, save, start_world, stop_world
+
+losses = {}
+world = start_world()
+mesh = Mesh.create(world)
+for stage in range(4):
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).to(world.device)
+    model = ZeroDataParallel(module, mesh.data, ZeroConfig(stage=stage))
+    optimizer = ZeroOptimizer(model, torch.optim.AdamW, lr=0.1)
+    rows = torch.arange(32.0).view(4, 8)[mesh.data.rank :: 2]
+    for _ in range(3):
+        loss = model(rows.to(world.device)).square().mean()
+        loss.backward()
+        optimizer.step()
+    losses[stage] = loss.item()
+    save(f"saved-{stage}", model, optimizer)
+if world.is_first:
+    print(json.dumps(losses))
+stop_world()
+"""
+TYPES = """
+from zero import *
+import zero
+from zero import Axis
+
+reveal_type(zero.ZeroDataParallel)
+reveal_type(Axis)
+zero.ZeroDateParallel
+"""
 
 
-def test_each_command_runs_a_module_that_exists():
-    commands = (ROOT / "gpt/commands.py").read_text()
-    modules = dict(re.findall(r'^(\w+) = _command\("([\w.]+)"\)', commands, flags=re.MULTILINE))
-    assert PROJECT["scripts"] == {f"zero-gpt-{name}": f"gpt.commands:{name}" for name in modules}
-    for module in modules.values():
-        path = ROOT / module.replace(".", "/")
-        assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), module
+def output_of(*command: object, **options: object) -> str:
+    return subprocess.run([*map(str, command)], check=True, capture_output=True, text=True, **options).stdout
 
 
-def test_the_public_names_exist():
-    assert all(hasattr(zero, name) for name in zero.__all__)
+def test_the_public_names_exist_for_users_and_for_type_checkers():
+    blocks = [node for node in ast.parse(Path(zero.__file__).read_text()).body if isinstance(node, ast.If)]
+    typed = [(n.module, n.names[0].asname) for node in blocks for n in node.body if isinstance(n, ast.ImportFrom)]
+    assert sorted(name for _, name in typed) == zero.__all__
+    assert all(getattr(zero, name) is getattr(sys.modules[module], name) for module, name in typed)
+    with pytest.raises(AttributeError, match="module 'zero' has no attribute 'ZeroDateParallel'"):
+        _ = zero.ZeroDateParallel
+
+
+def test_a_name_of_zero_is_loaded_when_it_is_used():
+    show = "print([name for name in sys.modules if name.partition('.')[0] in ('zero', 'parallel', 'torch')])"
+    assert output_of(sys.executable, "-c", f"import sys, zero; {show}", cwd=ROOT) == "['zero']\n"
+    used = "import sys, zero; zero.ZeroOptimizer; zero.ZeroDataParallel"
+    loaded = ast.literal_eval(output_of(sys.executable, "-c", f"{used}; {show}", cwd=ROOT))
+    rare = "zero.optimizers", "zero.dcp", "zero.state", "zero.gemini", "zero.fp8.layers", "zero.activations"
+    assert [name for name in loaded if name.startswith(rare)] == []
 
 
 def test_zero_imports_what_is_installed_without_extras():
-    extras = ["safetensors", "transformers", "datasets", "tokenizers", "rich", "matplotlib", "yaml"]
-    blocked = f"import sys; sys.modules |= dict.fromkeys({extras!r})"
     walk = "import pkgutil, zero; [__import__(m.name) for m in pkgutil.walk_packages(zero.__path__, 'zero.')]"
-    subprocess.run([sys.executable, "-c", f"{blocked}; {walk}"], cwd=ROOT, check=True)
+    output_of(sys.executable, "-c", BLOCKED + walk, cwd=ROOT)
 
 
 @pytest.mark.parametrize("name", ["data.py", "data/__init__.py"])
@@ -59,18 +100,50 @@ def test_a_name_of_which_python_finds_no_file_is_not_in_the_way(tmp_path: Path, 
     require_siblings("gpt", "nothing_of_this_name", "folder_without_code")
 
 
+@pytest.mark.parametrize("name", ["parallel.py", "zero.py"])
+def test_a_file_of_the_user_beside_the_script_is_named_in_the_last_line(name: str, tmp_path: Path):
+    (tmp_path / name).touch()
+    (tmp_path / "train.py").write_text("from zero import ZeroDataParallel\n")
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, tmp_path / "train.py"]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert str(tmp_path / name) in ended.stderr.splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def python_with_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the interpreter of an environment with the wheel, and with the packages of this one but the project."""
+    folder = tmp_path_factory.mktemp("wheel")
+    copy_tree(folder / "source")  # a build leaves files in the folder of the source
+    pip = sys.executable, "-m", "pip", "--quiet"
+    output_of(*pip, "wheel", folder / "source", "--no-deps", "--no-build-isolation", "--wheel-dir", folder / "wheels")
+    (wheel,) = (folder / "wheels").iterdir()
+    assert zero.__version__ in wheel.name
+    tops = {name.partition("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
+    assert tops == {"zero", "parallel", f"zero_gpt-{zero.__version__}.dist-info"}
+    output_of(sys.executable, "-m", "venv", "--without-pip", folder / "environment")
+    (site,) = folder.glob("environment/lib/python*/site-packages")
+    (site / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    output_of(*pip, "install", "--no-deps", "--target", site, wheel)
+    return folder / "environment/bin/python"
+
+
 @pytest.mark.full
-def test_a_wheel_is_built_installed_elsewhere_and_trains(tmp_path: Path):
-    source, wheels, site, work = (tmp_path / name for name in ("source", "wheels", "site", "work"))
-    work.mkdir()
-    copy_tree(source)  # a build leaves files in the folder of the source
-    pip = [sys.executable, "-m", "pip", "--quiet"]
-    subprocess.run([*pip, "wheel", source, "--no-deps", "--no-build-isolation", "--wheel-dir", wheels], check=True)
-    (wheel,) = wheels.iterdir()
-    assert PROJECT["version"] in wheel.name
-    subprocess.run([*pip, "install", "--no-deps", "--target", site, wheel], check=True)
-    arguments = options(prepare_corpus(work), work / "run", train__steps=2)
-    environment = os.environ | {"PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
-    command = [site / "bin/zero-gpt-pretrain", *arguments]
-    subprocess.run(command, cwd=work, env=environment, check=True, capture_output=True)
-    assert len((work / "run/metrics.jsonl").read_text().splitlines()) == 2
+def test_the_wheel_alone_trains_in_all_stages(python_with_wheel: Path, tmp_path: Path):
+    (tmp_path / "train.py").write_text(BLOCKED + TRAIN)
+    launch = python_with_wheel, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"
+    losses = json.loads(output_of(*launch, cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"}))
+    assert len(losses) == 4
+    assert list(losses.values()) == pytest.approx([losses["0"]] * 4, rel=1e-5)  # fp32, three steps
+
+
+@pytest.mark.full
+def test_mypy_knows_the_names_of_the_wheel(python_with_wheel: Path, tmp_path: Path):
+    (tmp_path / "types.py").write_text(TYPES)
+    mypy = sys.executable, "-m", "mypy", "--python-executable", python_with_wheel, "types.py"
+    ended = subprocess.run([*map(str, mypy)], cwd=tmp_path, capture_output=True, text=True, check=False)
+    known, axis, error, _ = ended.stdout.splitlines()
+    assert "zero.engine.ZeroDataParallel" in known
+    assert "parallel.mesh.Axis" in axis
+    assert error.endswith('Module has no attribute "ZeroDateParallel"; maybe "ZeroDataParallel"?  [attr-defined]')

@@ -22,7 +22,6 @@ from parallel.tensor.split_parameters import split_dims
 from parallel.validation.errors import ConfigError, check_type
 from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
-from zero.optimizers.adamw8bit import AdamW8bit
 from zero.state.adam import are_alike, load_counters
 from zero.state.layout_file import FORMAT, describe_layout, verify_file
 from zero.state.saved_state import MASTER, SavedState, TensorRank, elements_per_value, saved_parameters
@@ -234,5 +233,7 @@ def _load_state_of(piece: Piece, optimizer: ZeroOptimizer, saved: SavedState, te
             of_elements[kind] = piece.param.new_empty(len(piece.in_param), dtype=dtype)
             saved.read(name, kind, piece.in_param, out=of_elements[kind], tensor=tensor)
     if of_elements:
+        from zero.optimizers.adamw8bit import AdamW8bit
+
         assert isinstance(optimizer.inner, AdamW8bit)
         optimizer.inner.requantize(piece.param, of_elements)

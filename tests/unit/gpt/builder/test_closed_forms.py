@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gpt.builder.closed_forms import coded_parameters_of_rank, parameters_of_rank
-from gpt.builder.train_state import convert_blocks
+from gpt.builder.fp8_blocks import convert_blocks
 from gpt.model.transformer import GPT
 from gpt.settings.training import Fp8Settings, TrainSettings
 from gpt.shape.config import ModelConfig
