@@ -85,10 +85,8 @@ FLOORS = {
     "tests":                "PRODUCT lab/*",
 }
 # fmt: on
-FLOORS_OF_FILES = {
-    "zero/__init__.py": "parallel zero/*",
-    "zero/activations/__init__.py": "zero/*",
-}  # the public interface
+# The public interface.
+FLOORS_OF_FILES = {"zero/__init__.py": "parallel zero/*", "zero/activations/__init__.py": "zero/*"}
 GROUND = "parallel/validation"  # errors, and the values that settings accept
 PRODUCT = {"parallel", "data", "zero", "gpt", "pretrain_gpt"}
 
@@ -200,11 +198,13 @@ def libraries_name_no_option(module: Module) -> Iterator[str]:
     docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
     texts = (node for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
     for node in texts:
-        is_module = (
-            bool(re.match(r"[\w.]+$", node.value)) and Path(ROOT, f"{node.value.replace('.', '/')}.py").is_file()
-        )
-        if id(node) not in docstrings and not is_module and (named := OPTION.search(node.value)):
+        named = OPTION.search(node.value)
+        if id(node) not in docstrings and named and not _is_module(node.value):
             yield f"line {node.lineno} names the option {named[0]}"
+
+
+def _is_module(text: str) -> bool:
+    return re.fullmatch(r"[\w.]+", text) is not None and Path(ROOT, f"{text.replace('.', '/')}.py").is_file()
 
 
 def there_is_no_global_statement(module: Module) -> Iterator[str]:
