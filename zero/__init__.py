@@ -34,7 +34,6 @@ from zero.optimizer import ZeroOptimizer
 from zero.optimizers.adamw8bit import AdamW8bit
 from zero.optimizers.adamw_bf16 import AdamWBf16
 from zero.optimizers.cautious_adamw import CautiousAdamW
-from zero.optimizers.dion import Dion
 from zero.optimizers.muon import Muon
 from zero.optimizers.soap import Soap
 from zero.order.agreement import DivergedRanks
@@ -52,7 +51,6 @@ __all__ = [
     "AdamWBf16",
     "CautiousAdamW",
     "ConfigError",
-    "Dion",
     "DistributedState",
     "DivergedRanks",
     "GradientAccessError",

@@ -47,7 +47,6 @@ from zero.optimizer import ZeroOptimizer
 from zero.optimizers.adamw8bit import AdamW8bit
 from zero.optimizers.adamw_bf16 import AdamWBf16
 from zero.optimizers.cautious_adamw import CautiousAdamW
-from zero.optimizers.dion import Dion
 from zero.optimizers.muon import Muon
 from zero.optimizers.soap import Soap
 from zero.partition.stage import Lifetime
@@ -390,7 +389,6 @@ OPTIMIZERS: dict[str, Callable[[str, nn.Parameter], bool]] = {
     "adamw_bf16": _is_matrix,
     "muon": is_hidden_matrix,
     "soap": is_hidden_matrix,
-    "dion": is_hidden_matrix,
     "sgd": lambda _name, _param: True,
 }
 """By the name in the settings, which parameters are updated by it, and not by AdamW."""
@@ -416,8 +414,6 @@ def choose_optimizer(settings: OptimizerSettings, offload: Offload) -> ChosenOpt
             return Muon, adam | with_momentum | {"adjust_lr_fn": muon.pop("adjust_lr")} | muon, "Muon, and fused AdamW"
         case "soap":
             return Soap, adam | asdict(settings.soap), "SOAP, and fused AdamW"
-        case "dion":
-            return Dion, adam | {"momentum": settings.momentum} | asdict(settings.dion), "Dion, and fused AdamW"
         case "sgd":
             return torch.optim.SGD, with_momentum | {"fused": True}, "torch.optim.SGD(fused=True)"
         case unknown:

@@ -15,9 +15,12 @@ class Removed(NamedTuple):
 
 
 # By dotted names; a group that is removed has a row for each of its settings.
-REMOVED_SETTINGS: dict[str, Removed] = {}
+REMOVED_SETTINGS: dict[str, Removed] = {
+    "optimizer.dion.rank_fraction": Removed(0.25, "choose optimizer.name=muon, which has no such setting"),
+    "optimizer.dion.lr_factor": Removed(1.0, "choose optimizer.name=muon and optimizer.muon.lr_factor"),
+}
 # Of settings that remain, the values that are removed, each with what a user chooses instead.
-REMOVED_VALUES: dict[str, dict[str, str]] = {}
+REMOVED_VALUES: dict[str, dict[str, str]] = {"optimizer.name": {"dion": "choose muon"}}
 
 
 def is_removed(name: str) -> bool:

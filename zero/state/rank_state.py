@@ -172,7 +172,6 @@ class RankState:
                         saved.read(span.name, MASTER, elements, out=out, tensor=tensor)
         if optimizer is not None:
             saved.load_by_name(optimizer.matrices.states(), self.model.shard_axis.rank, self.mesh.tensor.rank)
-            optimizer.matrices.take_loaded()
 
     def number_of_own(self, saved: SavedState) -> int:
         """Return the number of the file with what is not sharded: that of the saved rank at the same coordinates.

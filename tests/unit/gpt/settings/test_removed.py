@@ -19,7 +19,8 @@ DEFAULTS = "train:\n  steps: 7\n  extra:\n    name: torch\n    parts:\n      siz
 def _rows(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, row in GROUP.items():
         monkeypatch.setitem(removed.REMOVED_SETTINGS, f"train.extra.{name}", row)
-    monkeypatch.setitem(removed.REMOVED_VALUES, "optimizer.name", {"lamb": "choose adamw"})
+    values = removed.REMOVED_VALUES.get("optimizer.name", {})
+    monkeypatch.setitem(removed.REMOVED_VALUES, "optimizer.name", values | {"lamb": "choose adamw"})
 
 
 @pytest.fixture
@@ -60,3 +61,12 @@ def test_a_later_layer_replaces_what_is_removed(file: Path):
     content = "optimizer:\n  name: lamb\ntrain:\n  extra:\n    name: apex\n"
     found = parse(file, content, "--optimizer.name=adamw", "--train.extra.name=torch")
     assert found == parse(file, "optimizer:\n  name: adamw\n")
+
+
+def test_a_run_with_dion_is_refused_and_its_settings_with_their_defaults_are_not(file: Path):
+    groups = "optimizer:\n  dion:\n    rank_fraction: 0.25\n    lr_factor: 1.0\n"
+    assert parse(file, groups) == parse(file, "optimizer:\n  name: adamw\n")
+    with pytest.raises(ConfigError, match=r"^optimizer\.name=dion is removed; choose muon$"):
+        parse(file, groups, "--optimizer.name=dion")
+    with pytest.raises(ConfigError, match=r"4: optimizer\.dion\.lr_factor=2\.0 is removed; choose .*muon\.lr_factor$"):
+        parse(file, groups.replace("1.0", "2.0"))
