@@ -89,7 +89,7 @@ class RankState:
     def common(self) -> dict[str, Tensor]:
         """Return what is not sharded: the module's buffers, the loss scale and the number of skipped steps."""
         buffers = self.model.module.named_buffers()
-        # As complex parameters are stored: by pairs of real elements.
+        # Complex ones, such as tables of rotations, are stored as pairs of real numbers.
         state = {f"buffer.{name}": torch.view_as_real(b) if b.is_complex() else b for name, b in buffers}
         if self.optimizer is None:
             return state
