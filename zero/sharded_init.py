@@ -134,7 +134,11 @@ class ShardedInit:
 
 
 class MaterializingParameters(dict[str, Any]):
-    """A module's table of parameters inside `ShardedInit`. Reading or changing it materializes all parameters in it."""
+    """A module's table of parameters inside `ShardedInit`. Reading or changing it materializes all parameters in it.
+
+    Tables are replaced, and not constructors, so that any constructor, cast, tie or copy works, and initial values are
+    drawn from the same random numbers in the same order.
+    """
 
     def __init__(self, params: dict[str, Any], init: ShardedInit):
         super().__init__(params)

@@ -24,7 +24,10 @@ class CallObserver(Protocol):
 
 
 class PersistentHooks:
-    """The hooks of a model whose parameters persist, with the methods of `ModuleHooks`."""
+    """The hooks of a model whose parameters persist, with the methods of `ModuleHooks`.
+
+    There are none on modules unless updated parameters may still be on their way in the next forward.
+    """
 
     def __init__(self, begin_forward: Callable[[], None], handles: list[RemovableHandle]):
         self.begin, self.handles = torch.compiler.disable(begin_forward), handles
