@@ -188,18 +188,13 @@ def name_hook(handle: RemovableHandle, name: str) -> None:
     handle.id = name  # type: ignore[assignment]
 
 
-def python_modules(root: nn.Module) -> list[nn.Module]:
-    """Return a module and its submodules but ScriptModules, which have their tables in C++."""
-    return [module for module in root.modules() if not isinstance(module, torch.jit.ScriptModule)]
-
-
 def structure_of(module: nn.Module) -> Callable[[], list[int]]:
     """Return a function that returns the `id` of each submodule and parameter that the module has now.
 
     It looks at the tables of the modules that the module has when this is called: to walk over all modules and names,
     as `named_parameters` does, takes ten times as long.
     """
-    tables = [table for part in python_modules(module) for table in (part._modules, part._parameters)]
+    tables = [table for part in module.modules() for table in (part._modules, part._parameters)]
     return lambda: list(map(id, chain.from_iterable(map(dict.values, tables))))  # type: ignore[arg-type]
 
 
@@ -213,5 +208,5 @@ def replace_parameter_table(module: nn.Module, make: Callable[[dict[str, Any]], 
 
 def restore_parameter_tables(root: nn.Module) -> None:
     """Replace the tables of parameters of `root` and its submodules by plain dictionaries with the same content."""
-    for module in python_modules(root):
+    for module in root.modules():
         replace_parameter_table(module, dict)

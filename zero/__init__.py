@@ -25,7 +25,6 @@ _MODULES = {
     "zero.optimizers.adamw8bit": "AdamW8bit",
     "zero.optimizers.adamw_bf16": "AdamWBf16",
     "zero.optimizers.cautious_adamw": "CautiousAdamW",
-    "zero.optimizers.dion": "Dion",
     "zero.optimizers.muon": "Muon",
     "zero.optimizers.soap": "Soap",
     "zero.order.agreement": "DivergedRanks",
@@ -59,7 +58,6 @@ if TYPE_CHECKING:  # the same names, for type checkers and editors
     from zero.optimizers.adamw8bit import AdamW8bit as AdamW8bit
     from zero.optimizers.adamw_bf16 import AdamWBf16 as AdamWBf16
     from zero.optimizers.cautious_adamw import CautiousAdamW as CautiousAdamW
-    from zero.optimizers.dion import Dion as Dion
     from zero.optimizers.muon import Muon as Muon
     from zero.optimizers.soap import Soap as Soap
     from zero.order.agreement import DivergedRanks as DivergedRanks

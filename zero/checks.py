@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from parallel.mesh import Axis
 from parallel.torch_internals import FakeTensor, storage_id
 from parallel.validation.errors import ConfigError, check_type
-from zero.buckets.guarded_parameter import GuardedParameter
+from zero.buckets.guarded_parameter import GuardedParameter, refuse_scripted
 from zero.fp8.scaling import RECIPES, Blocks, scaled_weights
 from zero.memory.placement import OffloadConfig
 from zero.order.agreement import check_same_module
 from zero.partition.config import ZeroConfig
 from zero.partition.stage import Lifetime
 
+IS_COMPLEX = "is {dtype}; store it as pairs of real numbers (torch.view_as_real), and compute with view_as_complex"
 ORIGIN = 2**20  # the address that storages are said to have, which nothing reads: those of fake tensors have none
 
 
@@ -42,6 +43,7 @@ REFUSED_PARAMETERS: dict[Callable[[Tensor], bool], str] = {
         "is a {kind}, whose values are in other tensors, which cannot be divided; make it a plain parameter, as by "
         "`full_tensor()` of a DTensor or `dequantize()`, or register the inner tensors of a frozen one as buffers"
     ),
+    Tensor.is_complex: IS_COMPLEX,
     lambda param: param.grad is not None: "has a gradient from before it is wrapped; call `module.zero_grad()` first",
 }
 """What a parameter must not be, in the order of the checks, and the reason."""
@@ -49,12 +51,13 @@ REFUSED_PARAMETERS: dict[Callable[[Tensor], bool], str] = {
 
 def check_module(module: nn.Module, data: Axis) -> None:
     """Raise ValueError if the module cannot be wrapped, and DivergedRanks if another rank wraps another one."""
+    refuse_scripted(module)
     if next(module.parameters(), None) is None:
         raise ValueError(f"{type(module).__name__} has no parameters; there is nothing to train in parallel")
     for name, param in module.named_parameters():
         for is_refused, reason in REFUSED_PARAMETERS.items():
             if is_refused(param):
-                raise ValueError(f"{name} {reason.format(kind=type(param).__name__)}")
+                raise ConfigError(f"{name} {reason.format(kind=type(param).__name__, dtype=param.dtype)}")
     _check_storages(dict(module.named_parameters()), dict(module.named_buffers()))
     for name, submodule in module.named_modules():
         is_embedding = isinstance(submodule, (nn.Embedding, nn.EmbeddingBag))

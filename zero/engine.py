@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 import torch
 from torch import Tensor, nn
 
-from parallel.autograd_internals import python_modules, restore_parameter_tables
+from parallel.autograd_internals import restore_parameter_tables
 from parallel.mesh import Axis
 from parallel.tensor.gradient_sums import set_deferred
 from parallel.tensor.split_parameters import split_dims
@@ -94,7 +94,7 @@ class ZeroDataParallel(nn.Module):
         self._access = UnitAccess()
         self._guard = ParameterGuard({param: name for name, param in module.named_parameters()}, self._access)
         levels = config.policy.levels(data)
-        numel = self._bucket_numel(own, levels, param_dtype or next(module.parameters()).dtype.to_real())
+        numel = self._bucket_numel(own, levels, param_dtype or next(module.parameters()).dtype)
         gather_stream = SideStream(self.offload.device)
         self._scales = WeightScales(coded_weights(module, config), self.offload.device)
         context = FlatContext(
@@ -116,7 +116,7 @@ class ZeroDataParallel(nn.Module):
             readers = hook_readers(module, self.wait_for_updates) if config.overlap_gather else []
             self._hooks = PersistentHooks(self._passes.begin_forward, readers)
         refuse = Hook(refuse_replacing)
-        self._hooks.handles += [part.register_load_state_dict_pre_hook(refuse) for part in python_modules(module)]
+        self._hooks.handles += [part.register_load_state_dict_pre_hook(refuse) for part in module.modules()]
         self._hooks.handles += self._passes.watch_gradients()
 
     @property
@@ -280,8 +280,7 @@ class ZeroDataParallel(nn.Module):
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """Return what the module's `state_dict` does, with the rank's shards of the master weights as parameters.
 
-        They are views, which `torch.distributed.checkpoint` saves and loads into; `full_tensor()` gathers one. Raises
-        ConfigError if a parameter is complex.
+        They are views, which `torch.distributed.checkpoint` saves and loads into; `full_tensor()` gathers one.
         """
         self.take_changes()
         state = self.module.state_dict(*args, destination=destination, prefix=prefix, keep_vars=True)

@@ -233,7 +233,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Return the states as torch's optimizers do: `torch.distributed.checkpoint` saves and loads them in place.
 
         Their tensors are this rank's shards, and views. States that do not exist yet are made, of zeros. Raises
-        ConfigError for states that are not one value for each element: those of AdamW8bit, Soap, Dion, and of NorMuon.
+        ConfigError for states that are not one value for each element: those of AdamW8bit, Soap, and of NorMuon.
         """
         from zero.step.state_dict import state_dict
 

@@ -21,7 +21,9 @@ from parallel.autograd_internals import replace_parameter_table
 from parallel.memory_kinds import TensorKind, tagged
 from parallel.mesh import Axis
 from parallel.torch_internals import real_tensors
+from parallel.validation.errors import ConfigError
 from zero.buckets.flat import absent
+from zero.checks import IS_COMPLEX
 from zero.memory.placement import NO_OFFLOAD, OffloadConfig, Placement
 from zero.partition.layout import overlap
 from zero.partition.stage import Lifetime, ShardingPolicy
@@ -40,7 +42,8 @@ class ShardedInit:
 
     `unsharded_numel` limits the elements that are unsharded at the same time, None: to 2**26; those of the
     `NUM_RECENT_MODULES` modules that were used last stay unsharded even above the limit. Shards are stored in the
-    memory in which `offload` places parameters. If full parameters persist, nothing is sharded.
+    memory in which `offload` places parameters. If full parameters persist, nothing is sharded. Raises ConfigError for
+    a complex parameter.
     """
 
     def __init__(
@@ -98,8 +101,10 @@ class ShardedInit:
         del self._unsharded[param]
         return param.data
 
-    def _before_registration(self, module: nn.Module, _name: str, _param: nn.Parameter) -> None:
+    def _before_registration(self, module: nn.Module, name: str, param: nn.Parameter) -> None:
         """Replace the module's table of parameters by one that materializes them when it is read."""
+        if param.is_complex():
+            raise ConfigError(f"{name} of {type(module).__name__} {IS_COMPLEX.format(dtype=param.dtype)}")
         replace_parameter_table(
             module,
             lambda table: table if isinstance(table, MaterializingParameters) else MaterializingParameters(table, self),
@@ -129,7 +134,11 @@ class ShardedInit:
 
 
 class MaterializingParameters(dict[str, Any]):
-    """A module's table of parameters inside `ShardedInit`. Reading or changing it materializes all parameters in it."""
+    """A module's table of parameters inside `ShardedInit`. Reading or changing it materializes all parameters in it.
+
+    Tables are replaced, and not constructors, so that any constructor, cast, tie or copy works, and initial values are
+    drawn from the same random numbers in the same order.
+    """
 
     def __init__(self, params: dict[str, Any], init: ShardedInit):
         super().__init__(params)

@@ -63,9 +63,6 @@ def moment_bytes(optimizer: OptimizerSettings, model: ModelConfig, tensor_size: 
         case "soap":  # so does it
             whole = (number * 2 * (m * n + m * m + n * n) for number, m, n in packed)
             updated, state_bytes = hidden, BYTES * sum(whole) / tensor_size
-        case "dion":  # the momentum, and the right factors once; each rank that has elements of a matrix has its factor
-            factors = (number * n * math.ceil(optimizer.dion.rank_fraction * min(m, n)) for number, m, n in packed)
-            updated, state_bytes = hidden, BYTES * (sum(numel for _, _, numel in hidden) + sum(factors))
         case "sgd":
             return float(BYTES * bool(optimizer.momentum))
         case "adamw":

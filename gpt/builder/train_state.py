@@ -351,7 +351,6 @@ OPTIMIZERS: dict[str, Callable[[str, nn.Parameter], bool]] = {
     "adamw_bf16": _is_matrix,
     "muon": is_hidden_matrix,
     "soap": is_hidden_matrix,
-    "dion": is_hidden_matrix,
     "sgd": lambda _name, _param: True,
 }
 """By the name in the settings, which parameters are updated by it, and not by AdamW."""
@@ -378,8 +377,6 @@ def choose_optimizer(settings: OptimizerSettings, offload: Offload) -> ChosenOpt
             return zero.Muon, adam | with_momentum | muon, "Muon, and fused AdamW"
         case "soap":
             return zero.Soap, adam | asdict(settings.soap), "SOAP, and fused AdamW"
-        case "dion":
-            return zero.Dion, adam | {"momentum": settings.momentum} | asdict(settings.dion), "Dion, and fused AdamW"
         case "sgd":
             return torch.optim.SGD, with_momentum | {"fused": True}, "torch.optim.SGD(fused=True)"
         case unknown:

@@ -52,16 +52,6 @@ class SoapSettings:
 
 
 @checked
-class DionSettings:
-    """Dion, which updates the matrices inside of the blocks. Embeddings, norms and biases are updated by AdamW."""
-
-    rank_fraction: Annotated[float, Range(above=0, at_most=1)] = 0.25
-    """Columns of the factors of a matrix, as a part of its smaller side. Messages and products grow with it."""
-    lr_factor: Annotated[float, Range(above=0, at_most=1e4)] = 1.0
-    """Factor of the learning rate of all matrices, beside sqrt(rows / columns)."""
-
-
-@checked
 class OptimizerSettings:
     """The optimizer; weight decay is for matrices and embeddings only, gradients are clipped by global norm."""
 
@@ -80,13 +70,12 @@ class OptimizerSettings:
     implementation: Literal["torch", "apex"] = "torch"
     """torch: torch's fused AdamW, which never makes the host wait for the device; apex: NVIDIA apex's FusedAdam, on
     GPUs without offloaded optimizer states. A run may resume with the other one."""
-    name: Literal["adamw", "adamw8bit", "adamw_bf16", "muon", "soap", "dion", "sgd"] = "adamw"
+    name: Literal["adamw", "adamw8bit", "adamw_bf16", "muon", "soap", "sgd"] = "adamw"
     """adamw: AdamW for all parameters; adamw8bit: AdamW with moments of 8 bits, and of fp32 for norms and biases;
     adamw_bf16: the same with moments in bf16, rounded at random; muon: Muon for the matrices inside of the blocks, and
-    AdamW for the rest; soap: SOAP and AdamW in the same way; dion: Dion and AdamW in the same way; sgd: SGD with
-    momentum."""
+    AdamW for the rest; soap: SOAP and AdamW in the same way; sgd: SGD with momentum."""
     momentum: BelowOne = 0.95
-    """Decay rate of the momentum of muon and sgd; of dion, for what its factors have of the momentum."""
+    """Decay rate of the momentum of muon and sgd."""
     nesterov: bool = True
     """Use Nesterov momentum in muon and sgd."""
     embedding_lr_factor: Annotated[float, Range(above=0, at_most=1e4)] = 1.0
@@ -95,8 +84,6 @@ class OptimizerSettings:
     """The settings of muon."""
     soap: SoapSettings = field(default_factory=SoapSettings)
     """The settings of soap."""
-    dion: DionSettings = field(default_factory=DionSettings)
-    """The settings of dion."""
 
     def __post_init__(self) -> None:
         if self.implementation == "apex" and (self.name != "adamw" or self.cautious_decay):

@@ -22,7 +22,7 @@ from lab.measure.cluster import ClusterSpec
 from lab.measure.kernel_costs import kernel_seconds
 from parallel.memory_kinds import TensorKind
 from parallel.validation.errors import ConfigError
-from zero.optimizers.owned_matrices import OwnedMatrices
+from zero.optimizers.matrix_updates import MatrixUpdates
 
 
 def run_and_report(settings: Settings, console: RunConsole) -> None:
@@ -94,7 +94,7 @@ def make_report(recording: Recording, settings: Settings, timeline: Timeline | N
         "counted_flops": sum(kernel.flops for kernel in recording.kernels),
         "collectives": profile(recording.events, len(recording.kernels)),
     }
-    if isinstance(matrices := state.optimizer.matrices, OwnedMatrices):
+    if isinstance(matrices := state.optimizer.matrices, MatrixUpdates):
         report["matrices"] = work_on_matrices(matrices)
     if timeline is not None:
         cluster = timeline.cluster
@@ -158,12 +158,11 @@ def headline(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def work_on_matrices(matrices: OwnedMatrices) -> dict[str, Any]:
+def work_on_matrices(matrices: MatrixUpdates) -> dict[str, Any]:
     """Return how the updates of matrices are divided over the ranks that share the optimizer's states."""
     flops, sent = matrices.assignment.all_flops, matrices.sent_numels()
     return {
         "number": len(matrices.matrices),
-        "how": matrices.how,
         "idle_ranks": flops.count(0),
         # Of a rank, in means over the ranks.
         "most_work": max(flops) * len(flops) / sum(flops),
@@ -174,11 +173,11 @@ def work_on_matrices(matrices: OwnedMatrices) -> dict[str, Any]:
 
 def matrices_line(matrices: dict[str, Any]) -> str:
     """Return how evenly the ranks that share the optimizer's states divide the computation of matrices."""
-    number, how, idle = (matrices[name] for name in ("number", "how", "idle_ranks"))
+    number, idle, work, sent = (matrices[name] for name in ("number", "idle_ranks", "most_work", "most_sent"))
     return (
-        f"{number} matrices are updated {how}: the rank with most work has {matrices['most_work']:.2f} times the mean, "
-        f"and {idle} ranks have none; the rank that sends most of them sends {matrices['most_sent']:.2f} times the "
-        f"mean of {count(matrices['mean_sent_numel'])} elements a step"
+        f"{number} matrices are updated whole: the rank with most work has {work:.2f} times the mean, and {idle} ranks "
+        f"have none; the rank that sends most of them sends {sent:.2f} times the mean of "
+        f"{count(matrices['mean_sent_numel'])} elements a step"
     )
 
 

@@ -8,7 +8,7 @@ No rank holds a whole row of the logits: it reduces its words to two numbers a t
 and the target's logit, or 0 if another rank has it. From one all-gather of these every rank computes the loss.
 
 The gradients are computed in forward, because they need the logits: to compute those again would be a third of the
-products more. Backward multiplies by the incoming gradient.
+products more. Backward multiplies by the incoming gradient, and reads no parameter: stage 3 gathers nothing for it.
 """
 
 import math

@@ -181,13 +181,8 @@ class ParameterChunks:
     """The parameters of a model as torch's state dicts have them: in whole shapes, cut into what each rank owns."""
 
     def __init__(self, module: nn.Module, split: Mapping[str, int], owners: Axis, tensor: Axis, device: torch.device):
-        """`split`: the dims along which the ranks of `tensor` divide parameters; `owners` divide what each of them has.
-
-        Raises ConfigError if a parameter is complex.
-        """
+        """`split`: dims along which the ranks of `tensor` divide parameters; `owners` divide what each of them has."""
         self.names = {param: name for name, param in module.named_parameters()}  # of tied ones the first
-        if any(param.is_complex() for param in self.names):
-            raise ConfigError("complex parameters cannot be in a state dict of shards; use `save` and `load` of zero")
         self._shapes = {name: param.shape for param, name in self.names.items()}
         self._split, self._owners, self._tensor, self._device = split, owners, tensor, device
 

@@ -22,7 +22,7 @@ from zero.memory.placement import Offload
 from zero.memory.staging import free_storage, restore_storage
 from zero.memory.streams import SideStream
 from zero.partition.config import ZeroConfig
-from zero.partition.layout import BucketRange, Layout, cut, overlap, real_shape
+from zero.partition.layout import BucketRange, Layout, cut, overlap
 from zero.partition.stage import Levels, Lifetime
 
 
@@ -43,9 +43,8 @@ class FlatContext:
     """The type of floating-point parameters, of which the master weights keep the initial digits; None: their own."""
 
     def dtype_of(self, param: Tensor) -> torch.dtype:
-        """Return the type of a parameter's buffer, whose elements are real."""
-        own = param.dtype.to_real()
-        return self.param_dtype or own if param.is_floating_point() else own
+        """Return the type of a parameter's buffer."""
+        return self.param_dtype or param.dtype if param.is_floating_point() else param.dtype
 
 
 class Views(NamedTuple):
@@ -60,7 +59,7 @@ class FlatParameters:
 
     `values_of` returns a parameter's initial values. The full buffer is one storage for the whole run, resized between
     its size and zero: tensors that autograd saved during forward are views of this storage, and must read the same
-    weights from it in backward. Its elements are real, and complex parameters are views of pairs of them.
+    weights from it in backward.
     """
 
     def __init__(
@@ -71,7 +70,7 @@ class FlatParameters:
         context: FlatContext,
     ):
         self.lifetime, self._guard = lifetime, context.guard
-        shapes = {name: real_shape(p) for name, p in params.items()}
+        shapes = {name: param.shape for name, param in params.items()}
         levels = context.levels
         alignment, grain = context.config.alignment, context.config.grain(levels)
         numel = context.bucket_numel
@@ -80,13 +79,10 @@ class FlatParameters:
         full = first.new_zeros(self.layout.numel, dtype=context.dtype_of(first), device=context.offload.device)
         self.full = tagged(TensorKind.PARAMETERS, full)
         self._param_of = dict(zip(self.layout.spans, params.values(), strict=True))
-        placeholder = absent(self.layout.spans[0].view(full, as_complex=first.is_complex()))
-        self._views = {
-            param: Views(s.view(full, as_complex=first.is_complex()), placeholder.expand(param.shape))
-            for s, param in self._param_of.items()
-        }
+        placeholder = absent(full)
+        self._views = {p: Views(span.view(full), placeholder.expand(p.shape)) for span, p in self._param_of.items()}
         shards = [bucket.shard(levels.owners.rank) for bucket in self.layout.buckets]
-        is_cast = first.dtype.to_real() is not full.dtype and params[next(iter(params))].requires_grad
+        is_cast = first.dtype is not full.dtype and params[next(iter(params))].requires_grad
         masters = [full.new_zeros(len(shard), dtype=first.dtype) for shard in shards if is_cast]
         for span, param in self._param_of.items():
             values, view = values_of(param), self._views[param].full
@@ -331,7 +327,7 @@ def absent(like: Tensor) -> Tensor:
 
     It reads as NaN (an integer as 0), and writes raise. A read of freed memory would crash the process.
     """
-    scalar = like.new_full((), float("nan") if like.is_floating_point() or like.is_complex() else 0)
+    scalar = like.new_full((), float("nan") if like.is_floating_point() else 0)
     forbid_writes(scalar)
     return scalar
 

@@ -235,7 +235,7 @@ class GradShard:
         if self._earlier is None:
             return
         earlier, self._earlier = self._earlier, None
-        if self.placement is Placement.HOST:
+        if self.placement is Placement.HOST:  # copied back, so that the host does not wait for the device to add them
             fetched = self.path.offload.new(Placement.ACCELERATOR, TensorKind.GRADIENTS, earlier.numel(), earlier.dtype)
             self.path.offload.to_accelerator(earlier, out=fetched).wait()
             earlier = fetched

@@ -38,7 +38,6 @@ from enum import Enum
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
-import torch
 from torch import Tensor, nn
 
 from parallel.memory_kinds import TensorKind, tagged
@@ -208,8 +207,7 @@ class GradientReducer:
                 "nn.Embedding"
             )
         tagged(TensorKind.GRADIENTS, grad)
-        # torch's optimizers, too, update a complex parameter as pairs of real numbers.
-        grad = (torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad).reshape(-1)
+        grad = grad.reshape(-1)
         if self._hashes is not None:
             self._hashes.add(self._order.numbers[param], grad)
             if self._hashes.discards:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel.autograd_internals import DisableTorchFunction, structure_of
+from parallel.validation.errors import ConfigError
 from zero.buckets.grad_shard import GradShard
 from zero.buckets.tensor_tree import find_tensors
 
@@ -119,9 +120,11 @@ class ParameterGuard:
     def check(self, module: nn.Module, params: Iterable[nn.Parameter]) -> None:
         """Raise ValueError if parameters have been unfrozen, or some of `params` frozen, since `module` was wrapped.
 
-        Warn, once for each, of parameters that were added to the module: they are not trained.
+        ConfigError if a part of it has been scripted. Warn, once for each, of parameters that were added to the module:
+        they are not trained.
         """
         if self._structure is None or self._structure() != self._parts:
+            refuse_scripted(module)
             self._structure = structure_of(module)
             self._parts = self._structure()
             self._warn_of_added(module)
@@ -149,6 +152,16 @@ class ParameterGuard:
         if issubclass(original, nn.Parameter):
             param.__class__ = guarded_class(original, guarded)
             param.zero_guard = self  # type: ignore[attr-defined]
+
+
+def refuse_scripted(module: nn.Module) -> None:
+    """Raise ConfigError if a module, or one inside it, is scripted or traced: it reads parameters in C++, unseen."""
+    for name, submodule in module.named_modules():
+        if isinstance(submodule, torch.jit.ScriptModule):
+            raise ConfigError(
+                f"{name or 'the module'} is a {type(submodule).__name__} of torch.jit, which reads parameters in C++ "
+                "before they are gathered; wrap the module that was scripted or traced, and use torch.compile"
+            )
 
 
 @cache

@@ -25,8 +25,7 @@ class DistributedState:
     def state_dict(self) -> dict[str, Any]:
         """Return {"model": {name: values}, "optim": {"state": ..., "param_groups": ...}}: views of what is owned.
 
-        Raises ConfigError if the optimizer has states that are not one value for each element, or if a parameter is
-        complex.
+        Raises ConfigError if the optimizer has states that are not one value for each element.
         """
         weights, states = get_state_dict(self._model, self._optimizers)
         return {"model": weights} | ({"optim": states} if self._optimizers else {})

@@ -4,13 +4,12 @@
     transform     the updates of equal matrices, from the directions of all of their elements  whole matrices
     add           the weight decay and the update of owned elements                           element by element
 
-The first two are those of a `WholeMatrixMethod`: zero/optimizers/matrix_optimizer.py puts its steps together, in one
-process and over ranks.
+zero/optimizers/matrix_optimizer.py puts these steps together, in one process and over ranks.
 """
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +25,11 @@ WIDE_DTYPES = {"fp32": DTYPES["fp32"], "fp64": torch.float64}
 
 
 class MatrixMethod(GroupedAdamW):
-    """A method for groups of matrices, and AdamW for the others.
+    """A method for groups of matrices, each of which one rank computes, and AdamW for the others.
+
+    A class for an optimizer, such as `Soap`, derives from `MatrixOptimizer` and defines `method`, `own_defaults` with
+    "lr_factor", `message_dtype`, `direction`, `transform` and `flops`; `prepare` if owned elements have states, and
+    `matrix_state` if whole matrices have some. In a step that is skipped no state changes, and updates are zeros.
 
     If the model is split along a tensor axis, the parts of a matrix are put together along it too. Methods with the
     setting `joins_parts` may be given False: each rank's part then is a matrix of its own, which sends nothing along
@@ -34,15 +37,33 @@ class MatrixMethod(GroupedAdamW):
     """
 
     own_atom = MATRIX
-    updates_class: ClassVar[Any]
-    """A class of `OwnedMatrices` that updates the matrices whose elements many ranks own."""
 
     def __init__(self, params: Any, **settings: Any):
         super().__init__(params, **settings)
         self.matrix_states: dict[Any, dict[str, Tensor]] = {}
 
+    @property
+    @abstractmethod
+    def message_dtype(self) -> torch.dtype:
+        """The data type in which directions and updates are sent."""
+
     def prepare(self, param: nn.Parameter) -> None:
         """Make the states of a stretch, before its first update."""
+
+    @abstractmethod
+    def direction(self, param: nn.Parameter, grad: Tensor, group: dict[str, Any], view: View, out: Tensor) -> None:
+        """Update the states of some elements, and write the values to send to `out`.
+
+        `view` selects the elements, of the gradient and of a state of the parameter. May overwrite the gradient. The
+        values are finite, also in a step that is skipped.
+        """
+
+    @abstractmethod
+    def transform(self, matrices: Tensor, group: dict[str, Any], states: Sequence[dict[str, Tensor]]) -> None:
+        """Overwrite directions by updates, of matrices (number, rows, columns) in `message_dtype`; change their states.
+
+        In a step that is skipped the updates are zeros.
+        """
 
     def matrix_state(self, shape: tuple[int, int], device: torch.device) -> dict[str, Tensor]:
         """Return the states of a whole matrix, before its first update; they are on the rank that computes it."""
@@ -84,35 +105,6 @@ class MatrixMethod(GroupedAdamW):
         self, stretches: Sequence[nn.Parameter], grads: Sequence[Tensor], group: dict[str, Any], shape: tuple[int, int]
     ) -> None:
         """Update a matrix of `shape`, given all of its stretches. May overwrite their gradients."""
-
-
-class WholeMatrixMethod(MatrixMethod):
-    """A method whose update of a matrix is computed on one rank, which gets all of it.
-
-    A class for an optimizer, such as `Soap`, derives from `MatrixOptimizer` and defines `method`, `own_defaults` with
-    "lr_factor", `message_dtype`, `direction`, `transform` and `flops`; `prepare` if owned elements have states, and
-    `matrix_state` if whole matrices have some. In a step that is skipped no state changes, and updates are zeros.
-    """
-
-    @property
-    @abstractmethod
-    def message_dtype(self) -> torch.dtype:
-        """The data type in which directions and updates are sent."""
-
-    @abstractmethod
-    def direction(self, param: nn.Parameter, grad: Tensor, group: dict[str, Any], view: View, out: Tensor) -> None:
-        """Update the states of some elements, and write the values to send to `out`.
-
-        `view` selects the elements, of the gradient and of a state of the parameter. May overwrite the gradient. The
-        values are finite, also in a step that is skipped.
-        """
-
-    @abstractmethod
-    def transform(self, matrices: Tensor, group: dict[str, Any], states: Sequence[dict[str, Tensor]]) -> None:
-        """Overwrite directions by updates, of matrices (number, rows, columns) in `message_dtype`; change their states.
-
-        In a step that is skipped the updates are zeros.
-        """
 
 
 @compiled_on_gpus

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero.optimizers.matrix_method import WholeMatrixMethod
+from zero.optimizers.matrix_method import MatrixMethod
 from zero.optimizers.matrix_updates import MatrixUpdates
 
 
-class MatrixOptimizer(WholeMatrixMethod):
+class MatrixOptimizer(MatrixMethod):
     """The base class of optimizers that update whole matrices; a class derived from it writes the steps."""
 
     updates_class = MatrixUpdates

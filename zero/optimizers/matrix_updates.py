@@ -5,108 +5,36 @@ send       launch the messages; buckets without matrices are updated while they 
 compute    whole matrices, each on one rank, and equal ones in one batch; their updates return in the same messages
 returned   of every bucket with matrices: `apply` weight decay and update of the owned stretches
 
-Matrices are exchanged in two rounds if each rank computes some in both: the first message is short, and the second one
-is on its way while the first matrices are computed; the first updates return while the others are computed, and are
-applied while the last ones return.
+What is element-wise stays with the owners of stretches, and only directions and updates are sent: to gather the momenta
+everywhere would send N/2 times as much, and every rank would compute every matrix.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence, Set
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from parallel.memory_kinds import TensorKind, allocating
+from parallel.tensor.split_parameters import packed_rows, split_dims
 from zero.buckets.bucket import Bucket
+from zero.buckets.flat import FlatParameters
 from zero.memory.placement import Offload, Placement
 from zero.optimizers.exchange import MatrixExchange, join, take_apart
-from zero.optimizers.matrices import Assignment, Matrix, assign, near_owners
-from zero.optimizers.matrix_method import WholeMatrixMethod
-from zero.optimizers.owned_matrices import OwnedMatrices
+from zero.optimizers.matrices import Matrix, assign, matrices_of, near_owners
+from zero.optimizers.matrix_method import MatrixMethod
+from zero.optimizers.rounds import Round, rounds_of
 from zero.partition.layout import cut
-from zero.step.assembled_updates import Axes
+from zero.step.assembled_updates import AssembledUpdates, Axes
 from zero.step.pieces import OwnedPieces
 
 
-class Round:
-    """An exchange during an update. Its owned stretches are on the accelerator, and on the host for buckets there."""
-
-    def __init__(self, exchange: MatrixExchange, dtype: torch.dtype, offload: Offload):
-        self.exchange, self._dtype, self._offload = exchange, dtype, offload
-        self.elements = range(exchange.numel)
-        self._on_host: Tensor | None = None  # pinned, and kept for the whole run
-        self._places_on_host: Sequence[range] = ()
-
-    def allocate(self, places_on_host: Sequence[range]) -> None:
-        """Begin an update in which some of the elements are written and read on the host."""
-        self.on_accelerator = self._new(Placement.ACCELERATOR)
-        self._places_on_host = places_on_host
-        if places_on_host and self._on_host is None:
-            self._on_host = self._new(Placement.HOST)
-
-    def of(self, bucket: Bucket) -> Tensor:
-        """Return the message in the memory in which a bucket is updated."""
-        if bucket.optimizer_placement is Placement.ACCELERATOR:
-            return self.on_accelerator
-        assert self._on_host is not None
-        return self._on_host
-
-    def send(self) -> None:
-        """Launch the message, after the elements that the host has written have been copied."""
-        for on_host, on_accelerator in self._copied():
-            self._offload.to_accelerator(on_host, out=on_accelerator).wait()
-        sent, message = cut(self.on_accelerator, self.exchange.sent_part), self.exchange.by_shard
-        with allocating(TensorKind.BUFFERS):
-            self._received = message.receive_buffer(sent)
-        self._work = message.send(sent, self._received)
-
-    def compute(self, transform: Callable[[list[int], list[Tensor]], None], max_batch: int | None) -> None:
-        """Wait for the message, compute the matrices of this rank, and launch the return of their updates."""
-        self._work.wait()
-        exchange, received = self.exchange, self._received
-        with allocating(TensorKind.BUFFERS):
-            parts = exchange.gather_parts(received, self.on_accelerator)
-            wholes = exchange.by_tensor.receive_buffer(parts)
-            exchange.by_tensor.send(parts, wholes).wait()
-            for numbers, of_tensor_ranks in exchange.batches(wholes, max_size=max_batch):
-                transform(numbers, of_tensor_ranks)
-            exchange.by_tensor.send_back(wholes, parts).wait()
-            exchange.scatter_parts(parts, received, self.on_accelerator)
-        sent = cut(self.on_accelerator, exchange.sent_part)
-        self._work = exchange.by_shard.send_back(received, sent)
-
-    def receive(self) -> None:
-        """Wait for the updates, which replicas then give to each other, and copy those of the host to it."""
-        self._work.wait()
-        del self._received  # not before: the message reads it
-        self.exchange.gather(self.on_accelerator).wait()
-        for on_host, on_accelerator in self._copied():
-            self._offload.to_host(on_accelerator, out=on_host).wait()
-        if self._places_on_host:
-            self._offload.synchronize()
-
-    def free(self) -> None:
-        """End an update: free the message on the accelerator."""
-        del self.on_accelerator
-
-    def _copied(self) -> list[tuple[Tensor, Tensor]]:
-        if self._on_host is None:
-            return []
-        return [(cut(self._on_host, place), cut(self.on_accelerator, place)) for place in self._places_on_host]
-
-    def _new(self, placement: Placement) -> Tensor:
-        return self._offload.new(placement, TensorKind.BUFFERS, len(self.elements), self._dtype)
-
-
-class MatrixUpdates(OwnedMatrices):
-    """The updates of matrices that are put together, each on one rank."""
-
-    inner: WholeMatrixMethod
-    how = "whole"
+class MatrixUpdates(AssembledUpdates):
+    """The updates of the matrices in some groups of an optimizer, of which there is at least one."""
 
     def __init__(
         self,
-        inner: WholeMatrixMethod,
+        inner: MatrixMethod,
         groups: Set[int],
         module: nn.Module,
         pieces: OwnedPieces,
@@ -117,19 +45,31 @@ class MatrixUpdates(OwnedMatrices):
     ):
         """Plan the messages; `axes`: (shard, replica, tensor), over all of which matrices are divided."""
         shard, replica, tensor = axes
-        super().__init__(inner, groups, module, pieces, tensor, offload.device)
+        self._inner, self._groups, self._device, self._tensor_axis = inner, groups, offload.device, tensor
+        joined = tensor if inner.defaults.get("joins_parts", True) else tensor.without_peers()
+        params = {param: number for param, number in pieces.group_of.items() if number in groups}
+        owned = pieces.by_bucket.items()
+        self._pieces = {bucket: [piece for piece in own if piece.group in groups] for bucket, own in owned}
+        self.other_pieces = {bucket: [piece for piece in own if piece.group not in groups] for bucket, own in owned}
+        self.buckets = {bucket for bucket in pieces.by_bucket if not params.keys().isdisjoint(bucket.grads.parts)}
+        """The buckets in which any rank owns a stretch of a matrix: the same on all ranks."""
+        self._split = split_dims(module)
+        self.matrices = _matrices(module, pieces.flats, params, joined.size, inner.param_groups)
+        """All matrices, in the order of the layout."""
         self._max_batch = 1 if one_by_one else None  # matrices that are computed as one batch
         # States of whole matrices are saved by one of the replicas, which then has to have all of them. The parts of
         # replicas are as long as the longest one: with fewer matrices than ranks they would be mostly padding.
         is_divided = not inner.matrix_state_bytes((1, 1)) and len(self.matrices) >= shard.size * replica.size
         divided = replica if is_divided else replica.without_peers()
-        even = assign(self.matrices, self.flops_of, shard.size * divided.size, self.tensor.size)
-        self.assignment = near_owners(even, self.matrices, self.flops_of, self.layouts, shard.size)
-        own = [piece for of_bucket in self.pieces.values() for piece in of_bucket]
-        divided_axes = shard, divided, self.tensor
+        even = assign(self.matrices, self._flops_of, shard.size * divided.size, joined.size)
+        layouts = [flat.layout for flat in pieces.flats]
+        self.assignment = near_owners(even, self.matrices, self._flops_of, layouts, shard.size)
+        """The rank that computes each matrix."""
+        own = [piece for of_bucket in self._pieces.values() for piece in of_bucket]
+        divided_axes = shard, divided, joined
         self._rounds = [
             Round(
-                MatrixExchange(self.matrices, chosen, self.assignment, self.layouts, own, divided_axes),
+                MatrixExchange(self.matrices, chosen, self.assignment, layouts, own, divided_axes),
                 inner.message_dtype,
                 offload,
             )
@@ -138,24 +78,25 @@ class MatrixUpdates(OwnedMatrices):
 
     def begin(self) -> None:
         """Begin an update: allocate the messages."""
-        super().begin()
+        for number in self._groups:
+            self._inner.start_round(self._inner.param_groups[number])
         on_host = [bucket for bucket in self.buckets if bucket.optimizer_placement is Placement.HOST]
-        pieces = [piece for bucket in on_host for piece in self.pieces[bucket]]
+        pieces = [piece for bucket in on_host for piece in self._pieces[bucket]]
         for one in self._rounds:
             places = [stretch.place for piece in pieces for stretch in one.exchange.stretches[piece]]
             one.allocate(places if len(on_host) < len(self.buckets) else [one.elements])
 
     def prepare(self, bucket: Bucket, grad: Tensor) -> None:
         """Update the states of a bucket's owned stretches, and write their directions; `grad` is its flat gradient."""
-        for piece in self.pieces[bucket]:
+        for piece in self._pieces[bucket]:
             with allocating(TensorKind.MOMENTS, on_host=bucket.optimizer_placement is Placement.HOST):
-                self.inner.prepare(piece.param)
-            own, group = cut(grad, piece.elements), self.group_of(piece)
+                self._inner.prepare(piece.param)
+            own, group = cut(grad, piece.elements), self._inner.param_groups[piece.group]
             for one in self._rounds:
                 for stretch in one.exchange.stretches[piece]:
                     # Also if another replica computes the matrix: it overwrites these elements by its update.
                     out = stretch.in_message(one.of(bucket))
-                    self.inner.direction(piece.param, own, group, stretch.runs.view, out)
+                    self._inner.direction(piece.param, own, group, stretch.runs.view, out)
 
     def send(self) -> None:
         """Launch the messages with the directions of all buckets."""
@@ -176,48 +117,89 @@ class MatrixUpdates(OwnedMatrices):
 
     def apply(self, bucket: Bucket) -> None:
         """Update the owned stretches of a bucket whose updates have returned."""
-        for piece in self.pieces[bucket]:
-            group = self.group_of(piece)
+        for piece in self._pieces[bucket]:
+            group = self._inner.param_groups[piece.group]
             for stretch in self._present.exchange.stretches[piece]:
                 own, update = stretch.runs.view(piece.param), stretch.in_message(self._present.of(bucket))
-                self.inner.add(own, update, group, self.matrices[stretch.matrix].whole_shape)
+                self._inner.add(own, update, group, self.matrices[stretch.matrix].whole_shape)
 
     def end(self) -> None:
         """End an update: free the messages on the accelerator."""
         for one in self._rounds:
             one.free()
-        self.inner.end_round()
+        self._inner.end_round()
+
+    def states(self) -> dict[str, Tensor]:
+        """Return the states of the whole matrices of this rank, by name, for a checkpoint; they are made if need be.
+
+        A matrix that each tensor rank has for itself has one for each of them.
+        """
+        names, own = self._names(), (number for one in self._rounds for number in one.exchange.own)
+        return {f"{names[number]}.{kind}": value for number in own for kind, value in self._state_of(number).items()}
+
+    def present_states(self) -> list[Tensor]:
+        """Return the states of whole matrices that have been made."""
+        return [value for state in self._inner.matrix_states.values() for value in state.values()]
 
     @property
-    def own(self) -> list[int]:
-        """The numbers of the matrices that this rank computes."""
-        return [number for one in self._rounds for number in one.exchange.own]
+    def state_bytes(self) -> float:
+        """The bytes of the states of all matrices that the ranks along the shard axis share, on one tensor rank."""
+        return sum(self._inner.matrix_state_bytes(matrix.whole_shape) / matrix.num_parts for matrix in self.matrices)
 
     def sent_numels(self) -> list[int]:
         """Return the number of elements of matrices that each data rank sends to other shard ranks in a step."""
         return [sum(numels) for numels in zip(*(one.exchange.sent_numels() for one in self._rounds), strict=True)]
 
+    def _flops_of(self, matrix: Matrix) -> int:
+        return self._inner.flops(matrix.whole_shape, self._inner.param_groups[matrix.group])
+
+    def _state_of(self, number: int) -> dict[str, Tensor]:
+        """Return the states of a matrix, which are made if there are none."""
+        with allocating(TensorKind.MOMENTS):
+            return self._inner.state_of_matrix(number, self.matrices[number].whole_shape, self._device)
+
     def _transform(self, numbers: list[int], parts: list[Tensor]) -> None:
         matrix = self.matrices[numbers[0]]
         wholes = join(parts, matrix.joined_dim)
-        states = [self.state_of(number) for number in numbers]
-        self.inner.transform(wholes, self.inner.param_groups[matrix.group], states)
+        states = [self._state_of(number) for number in numbers]
+        self._inner.transform(wholes, self._inner.param_groups[matrix.group], states)
         take_apart(wholes, parts, matrix.joined_dim)
 
+    def _names(self) -> list[str]:
+        """Return the names of all matrices in a checkpoint: each has a number among those of its parameter."""
+        names, tensor = [], self._tensor_axis
+        num_of_param, num_named = Counter(matrix.param for matrix in self.matrices), Counter[str]()
+        for matrix in self.matrices:
+            number, suffix = num_named[matrix.param], ""
+            if matrix.is_repetition and matrix.param in self._split:  # tensor ranks have one after the other
+                number += tensor.rank * num_of_param[matrix.param]
+            elif matrix.num_parts < tensor.size:
+                suffix = f".{tensor.rank}"
+            names.append(f"matrix.{matrix.param}.{number}{suffix}")
+            num_named[matrix.param] += 1
+        return names
 
-def rounds_of(matrices: Sequence[Matrix], assignment: Assignment) -> list[set[int]]:
-    """Divide the numbers of matrices into rounds: kinds with the fewest elements, up to half of all, and the others.
 
-    All are in one round if a rank would compute nothing in one of two: it would wait for two messages and hide none.
-    """
-    of_kinds: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
-    for number, matrix in enumerate(matrices):
-        of_kinds[matrix.kind].append(number)
-    first: set[int] = set()
-    for numbers in sorted(of_kinds.values(), key=lambda numbers: len(numbers) * matrices[numbers[0]].numel):
-        if 2 * sum(matrices[number].numel for number in (*first, *numbers)) <= sum(m.numel for m in matrices):
-            first.update(numbers)
-    rounds = [first, set(range(len(matrices))) - first]
-    ranks = {rank for rank, _ in assignment.places}
-    works_in_both = all({assignment.places[number][0] for number in numbers} == ranks for numbers in rounds)
-    return rounds if works_in_both else [set(range(len(matrices)))]
+def _matrices(
+    module: nn.Module,
+    flats: Sequence[FlatParameters],
+    params: Mapping[nn.Parameter, int],
+    tensor_size: int,
+    groups: Sequence[Mapping[str, Any]],
+) -> list[Matrix]:
+    """Return the matrices of parameters, in the order of the layout; `params` has the number of the group of each."""
+    split, packed = split_dims(module), packed_rows(module)
+    spans = [item for flat in flats for item in zip(flat.params, flat.layout.spans, strict=True) if item[0] in params]
+    return [
+        matrix
+        for param, span in spans
+        for matrix in matrices_of(
+            span.name,
+            span.shape,
+            params[param],
+            packed.get(span.name),
+            split.get(span.name),
+            tensor_size,
+            per_repetition=groups[params[param]].get("per_repetition", False),
+        )
+    ]

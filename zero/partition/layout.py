@@ -39,11 +39,6 @@ def shifted(elements: range, origin: int) -> range:
     return range(elements.start - origin, elements.stop - origin)
 
 
-def real_shape(tensor: Tensor) -> torch.Size:
-    """Return the shape of a tensor in a flat buffer, whose elements are real: a complex number is two of them."""
-    return torch.Size((*tensor.shape, 2)) if tensor.is_complex() else tensor.shape
-
-
 def cut(flat: Tensor, elements: range, origin: int = 0) -> Tensor:
     """Return a view of the `elements` of a buffer; the first element of `flat` is the buffer's element `origin`."""
     return flat[elements.start - origin : elements.stop - origin]
@@ -54,13 +49,12 @@ class Span:
     """The place of one parameter in its buffer."""
 
     name: str
-    shape: torch.Size  # if the parameter is complex, with one more dim, of size 2
+    shape: torch.Size
     elements: range
 
-    def view(self, buffer: Tensor, *, as_complex: bool = False) -> Tensor:
+    def view(self, buffer: Tensor) -> Tensor:
         """Return the parameter, in its shape, as a view of the full buffer."""
-        view = cut(buffer, self.elements).view(self.shape)
-        return torch.view_as_complex(view) if as_complex else view
+        return cut(buffer, self.elements).view(self.shape)
 
 
 @dataclass(frozen=True)

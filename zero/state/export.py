@@ -96,8 +96,8 @@ def _unsharded(model: ZeroDataParallel, flat: FlatParameters, *, masters: bool) 
     for bucket, ranges in zip(flat.buckets, flat.layout.buckets, strict=True):
         for rank, shard in enumerate(model.shard_axis.gather_by_rank(bucket.master.to(full.device))):
             cut(full, ranges.shard(rank)).copy_(shard)
-    for span, param in zip(flat.layout.spans, flat.params, strict=True):
-        yield span.name, span.view(full, as_complex=param.is_complex())
+    for span in flat.layout.spans:
+        yield span.name, span.view(full)
 
 
 def export_units(

@@ -88,7 +88,7 @@ class RankState:
     def common(self) -> dict[str, Tensor]:
         """Return what is not sharded: the module's buffers, the loss scale and the number of skipped steps."""
         buffers = self.model.module.named_buffers()
-        # As complex parameters are stored: by pairs of real elements.
+        # Complex ones, such as tables of rotations, are stored as pairs of real numbers.
         state = {f"buffer.{name}": torch.view_as_real(b) if b.is_complex() else b for name, b in buffers}
         if self.optimizer is None:
             return state
@@ -171,7 +171,6 @@ class RankState:
                         saved.read(span.name, MASTER, elements, out=out, tensor=tensor)
         if optimizer is not None:
             saved.load_by_name(optimizer.matrices.states(), self.model.shard_axis.rank, self.mesh.tensor.rank)
-            optimizer.matrices.take_loaded()
 
     def number_of_own(self, saved: SavedState) -> int:
         """Return the number of the file with what is not sharded: that of the saved rank at the same coordinates.

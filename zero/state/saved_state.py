@@ -177,8 +177,8 @@ class SavedState:
                 raise ConfigError(
                     f"{self.folder}: {shown(name)} is {'missing' if found is None else list(found)} there and "
                     f"{list(out.shape)} in this run; resume with the settings of the optimizer that it was saved with, "
-                    "such as Muon.per_repetition, Muon.row_beta or Dion.rank_fraction, and with the tensor size, if "
-                    "tensor ranks do not divide the matrix"
+                    "such as Muon.per_repetition or Muon.row_beta, and with the tensor size, if tensor ranks do not "
+                    "divide the matrix"
                 )
             self.file(ranks[name]).load(name, out)
 

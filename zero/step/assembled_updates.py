@@ -1,7 +1,6 @@
 """The updates of what is put together from the pieces of many ranks, if the optimizer declares such atoms.
 
-The optimizer brings them: zero/optimizers/matrix_updates.py has those of whole matrices, and
-dion.py there those by factors.
+The optimizer brings them: zero/optimizers/matrix_updates.py has those of matrices.
 """
 
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -55,9 +54,6 @@ class AssembledUpdates:
     def states(self) -> dict[str, Tensor]:
         """Return the states of what this rank puts together, by name; they are made if need be."""
         return {}
-
-    def take_loaded(self) -> None:
-        """Let what is derived of the states follow them: they have been loaded in place."""
 
     def present_states(self) -> list[Tensor]:
         """Return those that have been made."""

@@ -14,7 +14,7 @@ from parallel.mesh import Axis
 from zero.buckets.bucket import Bucket
 from zero.buckets.weight_codes import Stretch
 from zero.memory.placement import Placement
-from zero.partition.layout import NORM_BLOCK, real_shape
+from zero.partition.layout import NORM_BLOCK
 from zero.step.assembled_updates import Axes
 
 # Elements whose squares a CPU sums at a time. It adds them in fp32 one after the other: without chunks, the norm of 17M
@@ -51,7 +51,7 @@ class GradNorm:
         self._axes, self._loss_scale = (shard, tensor), loss_scale
         # In the order of ranks; an axis of one rank has nothing to add.
         self._adds_in_order = shard.size > 1 and replica.size > 1, tensor.size > 1
-        num_blocks = tensor.size * sum(2 + real_shape(param).numel() // NORM_BLOCK for param in params)
+        num_blocks = tensor.size * sum(2 + param.numel() // NORM_BLOCK for param in params)
         self._num_blocks = num_blocks if in_blocks else None
         counted = params if tensor.rank == 0 else params & split
         self._counted = {bucket: [part for part in parts if part.param in counted] for bucket, parts in owned.items()}

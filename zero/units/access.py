@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from parallel.autograd_internals import has_saved_tensors_hooks, python_modules, replace_parameter_table
+from parallel.autograd_internals import has_saved_tensors_hooks, replace_parameter_table
 from parallel.torch_internals import storage_id
 from zero.buckets.guarded_parameter import ShardedParameterError
 from zero.partition.stage import Lifetime
@@ -194,5 +194,5 @@ class ReportingTable(dict[str, Any]):
 
 def report_attributes(root: nn.Module, on_access: Callable[[nn.Parameter], None]) -> None:
     """Call `on_access(param)` from now on before `some_submodule.name` returns that parameter."""
-    for module in python_modules(root):
+    for module in root.modules():
         replace_parameter_table(module, partial(ReportingTable, on_access))

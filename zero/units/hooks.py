@@ -24,7 +24,10 @@ class CallObserver(Protocol):
 
 
 class PersistentHooks:
-    """The hooks of a model whose parameters persist, with the methods of `ModuleHooks`."""
+    """The hooks of a model whose parameters persist, with the methods of `ModuleHooks`.
+
+    There are none on modules unless updated parameters may still be on their way in the next forward.
+    """
 
     def __init__(self, begin_forward: Callable[[], None], handles: list[RemovableHandle]):
         self.begin, self.handles = torch.compiler.disable(begin_forward), handles
@@ -103,10 +106,8 @@ class ModuleHooks:
         def is_idle() -> bool:
             return not is_unit and self._observer.is_running(unit)
 
-        # By the class: a ScriptModule calls such hooks, but hides these methods.
-        after_handle = nn.Module.register_forward_hook(module, Hook(after, is_idle), always_call=True)
-        before_hook = Hook(before, is_idle)
-        before_handle = nn.Module.register_forward_pre_hook(module, before_hook, prepend=True, with_kwargs=True)
+        after_handle = module.register_forward_hook(Hook(after, is_idle), always_call=True)
+        before_handle = module.register_forward_pre_hook(Hook(before, is_idle), prepend=True, with_kwargs=True)
         for handle in (before_handle, after_handle):
             name_hook(handle, "zero")
         run_first(module, before_handle)
@@ -118,24 +119,21 @@ def hook_readers(root: nn.Module, before: Callable[[list[nn.Parameter]], None]) 
     """Call `before(params)` before a module runs that reads `params`; return the handles of the hooks.
 
     The modules are the elements of module lists (the blocks), each with all of its parameters, and outside of these
-    every module that has parameters of its own; for those of a ScriptModule, it and the one that calls it.
+    every module that has parameters of its own.
     """
     blocks = find_units(root)
     params_of: dict[str, dict[nn.Parameter, None]] = {}
     modules = dict(root.named_modules(remove_duplicate=False))
     for name, module in modules.items():
         reader = innermost_unit([f"{name}."], blocks) or name
-        # Hooks of these would not run.
-        while reader and isinstance(modules[reader], (torch.jit.ScriptModule, nn.ModuleList, nn.ModuleDict)):
+        while reader and isinstance(modules[reader], (nn.ModuleList, nn.ModuleDict)):  # whose hooks would not run
             reader = reader.rpartition(".")[0]
         params_of.setdefault(reader, {}).update(dict.fromkeys(module.parameters(recurse=False)))
-        if isinstance(module, torch.jit.ScriptModule):
-            params_of.setdefault(name, {}).update(dict.fromkeys(module.parameters()))
     handles = []
     for name, params in params_of.items():
         if params:
             hook = Hook(lambda *_, own=list(params): before(own))
-            handles.append(nn.Module.register_forward_pre_hook(modules[name], hook, prepend=True))
+            handles.append(modules[name].register_forward_pre_hook(hook, prepend=True))
     return handles
 
 

@@ -3,6 +3,8 @@
 forward     unshard the unit, start to unshard the next ones | compute | reshard
 backward    the gradient of an output arrives: unshard, start the next ones | compute | an older call begins, or the
             gradient of an input is known: reshard, and mark the unit's parameters ready: their buckets can be reduced
+
+No hook changes a tensor, so that modules may change their inputs and outputs in place.
 """
 
 from collections.abc import Callable, Iterable, Sequence

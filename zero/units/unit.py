@@ -197,13 +197,9 @@ def find_units(module: nn.Module) -> list[str]:
 
 
 def _list_elements(module: nn.Module, prefix: str) -> Iterator[str]:
-    """Iterate over the elements' names. ModuleList and ModuleDict, which are never called, are no units.
-
-    ScriptModules, whose `forward` runs in C++ and gathers nothing, belong to the unit around them.
-    """
-    no_units = nn.ModuleList, nn.ModuleDict, torch.jit.ScriptModule
+    """Iterate over the elements' names. ModuleList and ModuleDict, which are never called, are no units."""
     for name, child in module.named_children():
-        if isinstance(module, nn.ModuleList) and not isinstance(child, no_units):
+        if isinstance(module, nn.ModuleList) and not isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             yield f"{prefix}{name}"
         else:
             yield from _list_elements(child, f"{prefix}{name}.")

@@ -25,7 +25,6 @@ from tests.distributed.zero import test_several_optimizers as several
 from tests.distributed.zero import test_sharded_init as sharded_init
 from tests.distributed.zero import test_zero_equals_one_process as plain
 from tests.distributed.zero.activations import test_activation_stores as stores
-from tests.distributed.zero.optimizers import test_dion as dion
 from tests.distributed.zero.optimizers import test_muon as muon
 from tests.distributed.zero.scenarios import test_ranks
 from tests.ranks import call_with
@@ -126,7 +125,6 @@ SCENARIOS: dict[str, tuple[Any, ...]] = {  # (number of ranks, function, argumen
     "layers": (2, call_with, layers.run_split, [(layout, torch.arange(12), None) for layout in layers.LAYOUTS]),
     "initial values": (4, layers.tiny_part),
     "matrices": (2, call_with, muon.train, OF_MATRICES),
-    "low-rank updates of matrices": (2, call_with, dion.train, OF_MATRICES),
     "a context": (2, context.train_case, context.Case(1, 2, False, ZeroConfig(2, bucket_numel=2000), "keep")),
     "logits of a context": (2, context.logits_and_traffic),
 }

@@ -57,7 +57,7 @@ FACTORS = {
     "store": ["none", "selective", "keep", "partition", "partition_host"],
     "offload": [*OFFLOADS],
     "precision": ["bf16", "fp32"],
-    "optimizer": ["adamw", "adamw8bit", "adamw_bf16", "muon", "soap", "dion"],
+    "optimizer": ["adamw", "adamw8bit", "adamw_bf16", "muon", "soap"],
     "others": [
         "",
         "--parallel.sequence_parallel=true",
@@ -171,7 +171,7 @@ CHOSEN = [  # together, these have every value of every factor
     (1, (4, 2, 1), 1, "reduce", "selective", "host", "fp32", "adamw8bit", "--zero.reduce_dtype=bf16"),
     (2, (4, 2, 2), 3, "reduce", "keep", "none", "bf16", "adamw_bf16", "--parallel.sequence_parallel=true"),
     (3, (4, 2, 2), 1, "reduce", "partition_host", "auto", "bf16", "adamw", ""),
-    (3, (2, None, 1), 3, "reduce", "none", "host", "fp32", "dion", "--zero.defragment=true"),
+    (3, (2, None, 1), 3, "reduce", "none", "host", "fp32", "muon", "--zero.defragment=true"),
     (3, (4, None, 2), 1, "local", "selective", "parameters", "bf16", "adamw", "--zero.overlap=false"),
     (2, (4, 2, 1), 3, "reduce", "none", "none", "bf16", "adamw", FP32_SUMS),
     (2, (4, 2, 1), 1, "reduce", "none", "none", "bf16", "adamw", FP32_SUMS_OVER_ALL),
@@ -180,7 +180,7 @@ CHOSEN = [  # together, these have every value of every factor
 MORE = [
     (2, (4, None, 2), 1, "local", "selective", "optimizer", "fp32", "adamw", "--parallel.sequence_parallel=true"),
     (2, (4, 2, 1), 3, "local", "partition_host", "host", "bf16", "muon", ""),
-    (2, (4, 2, 2), 1, "local", "keep", "none", "bf16", "dion", ""),
+    (2, (4, 2, 2), 1, "local", "keep", "none", "bf16", "soap", ""),
     (3, (2, None, 1), 1, "reduce", "none", "auto", "fp32", "muon", ""),
     (3, (4, 2, 1), 3, "reduce", "none", "host", "bf16", "adamw", FP32_SUMS_OVER_ALL),
     (2, (2, None, 1), 1, "reduce", "keep", "optimizer", "bf16", "adamw", FP8),

@@ -26,7 +26,7 @@ class Copied(nn.Module):
         super().__init__()
         self.model = nn.Transformer(16, 2, 2, 2, 32)
         self.norm = nn.utils.parametrizations.weight_norm(nn.Linear(16, 16))
-        self.extra = nn.ParameterList([torch.randn(5), torch.randn(3, 3)[:, 1], torch.randn(3, dtype=torch.complex64)])
+        self.extra = nn.ParameterList([torch.randn(5), torch.randn(3, 3)[:, 1]])
         self.empty, self.scalar = nn.Parameter(torch.empty(0, 2)), nn.Parameter(torch.tensor(2.5))
         with torch.no_grad():
             self.extra[0] += self.scalar

@@ -190,7 +190,7 @@ def test_an_optimizer_that_cannot_take_the_flag_waits_for_it():
 def start(config: ZeroConfig, dtype: torch.dtype, offset: int) -> tuple[ZeroDataParallel, ZeroOptimizer]:
     """Return a model and optimizer whose weights, buffers and loss scale depend on `offset`."""
     module = build("toy", dtype=dtype)
-    module.phase = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+    module.register_buffer("phase", torch.randn(3, dtype=torch.complex64))
     with torch.no_grad():
         for tensor in (*module.parameters(), *module.buffers()):
             tensor.add_(offset)

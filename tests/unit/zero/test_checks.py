@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from parallel.mesh import Axis
+from parallel.validation.errors import ConfigError
 from zero.engine import ZeroDataParallel
+from zero.optimizer import ZeroOptimizer
 from zero.partition.config import ZeroConfig
 
 
@@ -52,6 +54,9 @@ def set_data(pair: Pair, a: Tensor, b: Tensor) -> None:
 
 FUSED = torch.randn(4, 8)
 FROZEN = nn.Parameter(Wrapper(torch.ones(2)), requires_grad=False)
+COMPLEX = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+AS_PAIRS = r"^rotary\.phase is torch\.complex64; store it as pairs of real numbers \(torch\.view_as_real\)"
+SCRIPTED = "of torch.jit, which reads .* wrap the module that was scripted or traced, and use torch.compile"
 REFUSED: dict[str, tuple[Callable[[Pair], object], str]] = {
     "wrapper": (lambda pair: setattr(pair, "a", nn.Parameter(Wrapper(torch.ones(2)))), "^a is a Wrapper"),
     "frozen wrapper": (lambda pair: setattr(pair, "a", FROZEN), "^a is a Wrapper"),
@@ -62,6 +67,19 @@ REFUSED: dict[str, tuple[Callable[[Pair], object], str]] = {
     "overlapping rows": (lambda pair: set_data(pair, FUSED.view(8, 4)[:4], FUSED.view(8, 4)[3:7]), "^a and b are"),
     "overlapping columns": (lambda pair: set_data(pair, FUSED[:, :4], FUSED[:, 3:7]), "^a and b are"),
     "a buffer": (lambda pair: pair.register_buffer("row", pair.b.data[1]), "^b and row are"),
+    "complex": (lambda pair: pair.add_module("rotary", nn.ParameterDict({"phase": COMPLEX})), AS_PAIRS),
+    "complex and frozen": (
+        lambda pair: pair.add_module("rotary", nn.ParameterDict({"phase": COMPLEX}).requires_grad_(False)),
+        AS_PAIRS,
+    ),
+    "scripted": (
+        lambda pair: pair.add_module("inner", nn.Sequential(torch.jit.script(nn.Linear(2, 2)))),
+        rf"^inner\.0 is a RecursiveScriptModule {SCRIPTED}",
+    ),
+    "traced": (
+        lambda pair: pair.add_module("inner", torch.jit.trace(nn.Linear(2, 2), torch.ones(2))),
+        rf"^inner is a TopLevelTracedModule {SCRIPTED}",
+    ),
     "a buffer before it": (lambda pair: pair.register_buffer("all", pair.b.data.flatten()), "^(all and b|b and all) "),
 }
 ACCEPTED: dict[str, Callable[[Pair], object]] = {
@@ -80,6 +98,17 @@ def test_what_would_be_wrong_in_silence_is_refused_by_name(kind):
     change, message = REFUSED[kind]
     with pytest.raises(ValueError, match=message):
         ZeroDataParallel(Pair(change), Axis.trivial("data"), ZeroConfig(0))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_scripted_module_is_refused_as_the_model_and_after_wrapping(stage):
+    with pytest.raises(ConfigError, match=f"^the module is a RecursiveScriptModule {SCRIPTED}"):
+        ZeroDataParallel(torch.jit.script(nn.Linear(2, 2)), Axis.trivial("data"), ZeroConfig(stage))
+    model = ZeroDataParallel(nn.Sequential(nn.Linear(2, 2)), Axis.trivial("data"), ZeroConfig(stage))
+    optimizer = ZeroOptimizer(model, torch.optim.SGD)
+    model.module.add_module("added", torch.jit.script(nn.Linear(2, 2)))
+    with pytest.raises(ConfigError, match=f"^added is a RecursiveScriptModule {SCRIPTED}"):
+        optimizer.step()
 
 
 @pytest.mark.parametrize("stage", [0, 3])

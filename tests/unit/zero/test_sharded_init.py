@@ -6,9 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 from parallel.mesh import Axis
+from parallel.validation.errors import ConfigError
 from zero.partition.stage import STAGES
 from zero.sharded_init import NUM_RECENT_MODULES, ShardedInit
 
@@ -32,3 +34,12 @@ def test_a_table_of_parameters_that_is_read_has_their_values(read: Callable[[dic
         others += [nn.Linear(4, 4) for _ in range(NUM_RECENT_MODULES)]
         assert dict.__getitem__(first._parameters, "weight") in init._shards
         assert read(first._parameters).detach().equal(expected)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_complex_parameter_is_refused_by_name(stage):
+    with (
+        pytest.raises(ConfigError, match=r"^phase of ParameterDict is torch\.complex64; .* \(torch\.view_as_real\)"),
+        ShardedInit(Axis.trivial("data"), STAGES[stage]),
+    ):
+        nn.ParameterDict({"phase": nn.Parameter(torch.ones(4, dtype=torch.complex64))})

@@ -201,24 +201,3 @@ def test_every_element_wise_optimizer_of_torch_trains(run: Run) -> None:
     for kind, settings in KINDS:
         model = run.wrap(Blocks(Block()))
         run.train(model, run.optimizer(model, kind, **settings), steps=range(3))
-
-
-class Complex(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.filters = nn.ParameterList(torch.randn(WIDTH // 2 + 1, dtype=torch.complex128) for _ in range(2))
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH, dtype=torch.complex128) for _ in range(2))
-        self.real = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for weight, block in zip(self.filters, self.blocks, strict=True):
-            x = self.real(torch.fft.irfft(torch.fft.rfft(x) * weight, n=WIDTH))
-            x = block(x.to(torch.complex128)).abs()
-        return x
-
-
-@scenario(DEFAULT + HOST)
-def test_complex_parameters_train(run: Run) -> None:
-    for kind in (torch.optim.SGD, torch.optim.Adam):
-        model = run.wrap(Complex())
-        run.train(model, run.optimizer(model, kind, clip_norm=0.5), steps=range(3))

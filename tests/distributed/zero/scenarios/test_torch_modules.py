@@ -101,7 +101,6 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Tensor], 
     "orthogonal": (lambda: parametrizations.orthogonal(nn.Linear(WIDTH, WIDTH)), plain),
     "spectral_norm": (lambda: parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)), plain),
     "spectral_norm, by hooks": (lambda: nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH)), plain),
-    "scripted": (lambda: torch.jit.script(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())), plain),
     "pruned": (lambda: prune.l1_unstructured(nn.Linear(WIDTH, WIDTH), "weight", amount=0.5), plain),
 }
 
@@ -150,21 +149,6 @@ def test_batch_norms_train_on_each_ranks_rows(run: Run) -> None:
     model, optimizer = run.start(Blocks(block(), block()))
     run.train_by_parts(model, optimizer, mean_square, num_steps=3)
     assert model.module.blocks[0][1].num_batches_tracked == 3 * len(run.parts(0))
-
-
-@scenario([STAGES[1], STAGES[3]])  # both put hooks on modules
-def test_traced_and_scripted_modules_train(run: Run) -> None:
-    """They train as models too, and may be called by themselves."""
-    run.train_module(torch.jit.script(Blocks(Block())))
-    module = Blocks(torch.jit.script(Block()), Block(), torch.jit.trace(Block(), torch.zeros(1, WIDTH)))
-    module.head = torch.jit.script(module.head)
-    model, optimizer = run.start(module)
-    run.train(model, optimizer)
-    run.record(model.module.head(model.module.blocks[2](run.batch(9))).mean())
-    with model.gathered(modify=True) as module:
-        module.load_state_dict({name: 0.5 * value for name, value in module.state_dict().items()})
-    run.train(model, optimizer, steps=[2, 3])
-    run.train_module(model.unwrap(), steps=[4])
 
 
 @scenario()

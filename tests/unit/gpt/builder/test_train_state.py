@@ -17,9 +17,8 @@ from parallel.world import imitated_world
 from zero.optimizers.adamw8bit import AdamW8bit
 from zero.optimizers.adamw_bf16 import AdamWBf16
 from zero.optimizers.cautious_adamw import CautiousAdamW
-from zero.optimizers.dion import Dion
+from zero.optimizers.matrix_updates import MatrixUpdates
 from zero.optimizers.muon import Muon
-from zero.optimizers.owned_matrices import OwnedMatrices
 from zero.optimizers.soap import Soap
 
 BASE = "{data: {path: nowhere}, model: {num_layers: 1, hidden_size: 8, num_heads: 2, seq_length: 4, vocab_size: 64}}"
@@ -33,7 +32,6 @@ BASE = "{data: {path: nowhere}, model: {num_layers: 1, hidden_size: 8, num_heads
         (["--optimizer.name=muon", "--optimizer.muon={ns_steps: 3, iterates_on: gram}"], Muon),
         (["--optimizer.name=muon", "--optimizer.muon={per_head: true, row_beta: 0.9}"], Muon),
         (["--optimizer.name=soap", "--optimizer.soap.refresh_every=3"], Soap),
-        (["--optimizer.name=dion", "--optimizer.dion.rank_fraction=0.3"], Dion),
         (["--optimizer.name=sgd"], torch.optim.SGD),
         (["--optimizer.name=adamw8bit"], AdamW8bit),
         (["--optimizer.name=adamw_bf16"], AdamWBf16),
@@ -60,15 +58,14 @@ def test_the_optimizer_is_that_of_the_settings(arguments, kind):
             expected = {
                 Muon: is_hidden,
                 Soap: is_hidden,
-                Dion: is_hidden,
                 AdamW8bit: is_large,
                 AdamWBf16: is_large,
             }.get(kind, True)
             assert ("update" not in group) == expected
     # q, k and v of the only layer, or of its two heads, and its projection, up and down
     updates, num_heads = optimizer.matrices, 2 if settings.optimizer.muon.per_head else 1
-    expected = 3 * num_heads + 3 if kind in (Muon, Soap, Dion) else 0
-    assert (len(updates.matrices) if isinstance(updates, OwnedMatrices) else 0) == expected
+    expected = 3 * num_heads + 3 if kind in (Muon, Soap) else 0
+    assert (len(updates.matrices) if isinstance(updates, MatrixUpdates) else 0) == expected
 
 
 def test_the_precision_of_fp32_products_is_set_and_logged(caplog):

@@ -64,7 +64,7 @@ def test_the_learning_rate_of_hidden_matrices_is_divided_by_the_width(name):
 
 
 def test_an_optimizer_for_which_learning_rates_have_other_rules_is_refused():
-    for name in ("muon", "soap", "dion", "sgd"):
+    for name in ("muon", "soap", "sgd"):
         with pytest.raises(ConfigError, match=rf"model\.mup_base_width=8 .*optimizer\.name={name}; choose"):
             parse_settings([f"--config={BASE}", "--model.mup_base_width=8", f"--optimizer.name={name}"])
     with pytest.raises(ConfigError, match=r"model\.mup_base_head_dim=8 needs model\.mup_base_width"):

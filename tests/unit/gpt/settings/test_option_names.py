@@ -28,7 +28,7 @@ from zero.partition.config import ZeroConfig
         ("--tensor_size=2", "--tensor_size=2"),
         ("mics_shard_size=2", "mics_shard_size=2"),
         ("pass a ZeroConfig. OldZeroConfig.stage", "pass a ZeroConfig. OldZeroConfig.stage"),
-        ("Muon.per_repetition, Dion.rank_fraction", "optimizer.muon.per_head, optimizer.dion.rank_fraction"),
+        ("Muon.per_repetition, Muon.row_beta", "optimizer.muon.per_head, optimizer.muon.row_beta"),
         ("ZeroConfig.sum_over_ranks=leaves", "train.reproducible=layout"),
     ],
 )

@@ -15,7 +15,7 @@ from lab.dryrun import report
 from lab.dryrun.dry_run import Recording, dry_run
 from tests.recordings import assert_recorded, lines_of
 from tests.unit.lab.dryrun.test_projection import ROOT, shallow
-from zero.optimizers.owned_matrices import OwnedMatrices
+from zero.optimizers.matrix_updates import MatrixUpdates
 
 RUNS = {  # name: (cluster, options)
     "stage-1-offload": (
@@ -61,7 +61,7 @@ def steps_of(recording: Recording) -> list[str]:
     The line of the memory adds up the bytes that are allocated and freed, each times the number of the kernel before.
     """
     changes, matrices, work = recording.memory.changes, recording.state.optimizer.matrices, []
-    if isinstance(matrices, OwnedMatrices):
+    if isinstance(matrices, MatrixUpdates):
         work = [f"matrices: {matrices.assignment.all_flops} FLOPs of ranks, {matrices.sent_numels()} sent elements"]
     copies = [(place, kernel) for place, kernel in enumerate(recording.kernels) if kernel.is_transfer]
     return [

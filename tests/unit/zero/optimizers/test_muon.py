@@ -18,7 +18,6 @@ from zero.optimizer import ZeroOptimizer
 from zero.optimizers.adamw8bit import AdamW8bit
 from zero.optimizers.adamw_bf16 import AdamWBf16
 from zero.optimizers.cautious_adamw import CautiousAdamW
-from zero.optimizers.dion import Dion
 from zero.optimizers.muon import SAFETY, Muon, orthogonalize_, polynomials, runs_of
 from zero.optimizers.soap import Soap
 from zero.partition.config import ZeroConfig
@@ -236,7 +235,6 @@ KINDS = {
     "muon on gram matrices": partial(Muon, iterates_on="gram"),
     "cautious normuon": partial(Muon, row_beta=0.9, cautious_decay=True),
     "cautious adamw": partial(CautiousAdamW, cautious_decay=True),
-    "dion": partial(Dion, rank_fraction=0.5),
     "adamw8bit": AdamW8bit,
     "adamw_bf16": AdamWBf16,
 }
@@ -263,7 +261,7 @@ def test_a_step_with_an_infinite_gradient_leaves_no_trace(kind, fused):
     assert all(a.equal(b) for a, b in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("kind", [Muon, Soap, Dion])
+@pytest.mark.parametrize("kind", [Muon, Soap])
 def test_the_flag_of_a_grad_scaler_skips_updates_of_whole_parameters(kind):
     torch.manual_seed(0)
     start, good, bad = torch.randn(6, 4), torch.randn(6, 4), torch.full((6, 4), math.inf)
@@ -305,7 +303,7 @@ def test_no_message_outlives_a_step():
 
 @pytest.mark.parametrize(
     ("kind", "name", "values"),
-    [(Muon, "row_beta", (0.9, 0.5)), (AdamWBf16, "seed", (3, 4)), (Dion, "dtype", ("fp64", "fp32"))],
+    [(Muon, "row_beta", (0.9, 0.5)), (AdamWBf16, "seed", (3, 4)), (Soap, "dtype", ("fp64", "fp32"))],
 )
 def test_a_setting_that_groups_have_in_common_is_taken_from_them_and_may_not_differ(kind, name, values):
     found = []
@@ -331,9 +329,8 @@ def test_a_setting_that_groups_have_in_common_is_taken_from_them_and_may_not_dif
         (Muon, {"iterates_on": "rows"}, "iterates_on='rows' .*'gram' or 'matrix'"),
         (Muon, {"adjust_lr_fn": "match_rms"}, "adjust_lr_fn='match_rms' .*'match_rms_adamw'"),
         (Soap, {"dtype": "bf16"}, "Soap has dtype='bf16' in a group; choose 'fp32' or 'fp64'"),
-        (Dion, {"dtype": "bf16"}, "Dion has dtype='bf16' in a group; choose 'fp32' or 'fp64'"),
         (AdamW8bit, {"amsgrad": True}, "AdamW8bit has amsgrad=True in a group; choose False"),
-        *((kind, {"maximize": True}, "maximize=True .* choose False") for kind in (Muon, Soap, Dion, AdamWBf16)),
+        *((kind, {"maximize": True}, "maximize=True .* choose False") for kind in (Muon, Soap, AdamWBf16)),
     ],
 )
 def test_settings_that_a_method_does_not_know_are_refused(kind, settings, message):
@@ -343,7 +340,7 @@ def test_settings_that_a_method_does_not_know_are_refused(kind, settings, messag
     kind([{"params": params_of(SHAPES), "update": "adamw", "maximize": True}])
 
 
-METHODS = [Muon, Soap, Dion, AdamW8bit, AdamWBf16]
+METHODS = [Muon, Soap, AdamW8bit, AdamWBf16]
 
 
 @pytest.mark.parametrize("kind", [*METHODS, CautiousAdamW])

@@ -142,9 +142,9 @@ class Limits(Block):
 
 def of_three_types() -> nn.Module:
     """Return a block without float32, whose sums over four ranks are rounded in another order."""
-    low = nn.Parameter(torch.randn(WIDTH, dtype=torch.bfloat16), requires_grad=False)
-    router = nn.Linear(WIDTH, WIDTH, dtype=torch.complex128)
-    return With(lambda m, x: m.block(x) + m.router((x * m.low).cdouble()).real, block=Block(), router=router, low=low)
+    types = {"low": torch.bfloat16, "half": torch.float16}
+    frozen = {name: nn.Parameter(torch.randn(WIDTH, dtype=t), requires_grad=False) for name, t in types.items()}
+    return With(lambda m, x: m.block(x * m.low) + x * m.half, block=Block(), **frozen)
 
 
 def read_before_backward(model: Model, x: Tensor) -> Tensor:
