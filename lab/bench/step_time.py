@@ -25,8 +25,7 @@ from torch.nn import functional as F
 from gpt.model.transformer import GPT, initialize
 from gpt.shape.config import ModelConfig
 from lab.bench.contenders import CONTENDERS, Contender, Terms
-from lab.bench.rounds import bytes_sent, in_rounds, quartiles, ratios, timed
-from lab.bench.save_time import process_memory
+from lab.bench.rounds import bytes_sent, in_rounds, process_memory, quartiles, ratios, timed
 from lab.pages.markdown import table
 from parallel.mesh import Axis, Mesh
 from parallel.tensor.token_layout import ReplicatedTokens

@@ -77,7 +77,7 @@ FLOORS = {
     "lab/planner":          "PRODUCT lab/pages lab/observe lab/measure lab/dryrun lab/dryrun/costs",
     "lab/acceptance":       "PRODUCT lab/pages lab/measure",
     "lab/faults":           "PRODUCT lab/acceptance",
-    "lab/bench":            "PRODUCT lab/pages lab/measure lab/dryrun lab/acceptance lab/faults",
+    "lab/bench":            "PRODUCT lab/pages lab/measure",
     "lab/paper":            "PRODUCT lab/pages lab/measure lab/planner",
     "lab/published":        "PRODUCT lab/pages lab/measure lab/dryrun lab/dryrun/costs lab/planner",
     "lab":                  "PRODUCT lab/pages lab/dryrun lab/bench",
