@@ -55,6 +55,12 @@ def bytes_sent(interface: str) -> int:
     return {name.strip(): int(rest.split()[8]) for name, _, rest in (line.partition(":") for line in lines)}[interface]
 
 
+def process_memory(name: str) -> int:
+    """Return the bytes of a field of /proc/self/status: VmRSS is the resident memory, VmHWM its peak."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines[name].split()[0]) * 1024
+
+
 def ratios(values: Sequence[float], baseline: Sequence[float]) -> list[float]:
     return [value / base for value, base in zip(values, baseline, strict=True)]
 

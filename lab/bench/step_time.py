@@ -1,7 +1,9 @@
 """Compare one training step of our ZeRO stages with torch's data parallelism: time, traffic, memory, loss.
 
 Every process holds all contenders, each with its own copy of one model. In a round (lab/bench/rounds.py) each of them
-runs a few steps. Run it with scripts/bench/step_time.sh.
+runs a few steps. Run it with scripts/bench/step_time.sh. The step of a deep and narrow model is the work of the host:
+
+    scripts/bench/step_time.sh --model gpt --layers 24 --hidden 32 --seq 16 --micro_batch_size 1
 """
 
 import argparse
@@ -25,8 +27,7 @@ from torch.nn import functional as F
 from gpt.model.transformer import GPT, initialize
 from gpt.shape.config import ModelConfig
 from lab.bench.contenders import CONTENDERS, Contender, Terms
-from lab.bench.rounds import bytes_sent, in_rounds, quartiles, ratios, timed
-from lab.bench.save_time import process_memory
+from lab.bench.rounds import bytes_sent, in_rounds, process_memory, quartiles, ratios, timed
 from lab.pages.markdown import table
 from parallel.mesh import Axis, Mesh
 from parallel.tensor.token_layout import ReplicatedTokens
@@ -66,7 +67,7 @@ def parse_options() -> argparse.Namespace:
     add("--budget_gb", type=float, default=1e6, help="activations.budget_gb of zero-1-planned")
     add("--micro_batch_size", type=int, default=4, help="sequences of a rank in a step")
     add("--layers", type=int, default=8)
-    add("--hidden", type=int, default=384, help="width of the model; a head has a width of 64")
+    add("--hidden", type=int, default=384, help="width of the model; heads have a width of 64, or less if it is less")
     add("--vocab", type=int, default=8192)
     add("--seq", type=int, default=256, help="tokens of a sequence")
     add("--json", type=Path, help="file for all measured numbers")
@@ -101,12 +102,14 @@ class Block:
 
 @dataclass(frozen=True)
 class Row:
-    """The line of one contender in the result. Quartiles and extremes are those of the rounds."""
+    """The line of one contender in the result. Lists have one number a round."""
 
     name: str
     is_baseline: bool
-    milliseconds: float
-    ratios: list[float]  # to the time of the baseline, one number a round
+    milliseconds: float  # of a step, the median
+    seconds: list[float]
+    cpu_seconds: list[float]
+    ratios: list[float]  # of seconds to those of the baseline
     cpu_ratios: list[float]  # the same of processor time
     wire_x_parameters: float
     memory_mib: float
@@ -115,7 +118,7 @@ class Row:
 
 def build_model(options: argparse.Namespace, device: torch.device) -> nn.Module:
     """Build the model without dropout, with the same values on every rank and in every run."""
-    heads = options.hidden // 64
+    heads = max(1, options.hidden // 64)
     torch.manual_seed(0)
     model: nn.Module
     if options.model == "gpt":
@@ -233,6 +236,8 @@ def compare(contenders: dict[str, Contender], options: argparse.Namespace, world
             name,
             name == baseline,
             1000 * statistics.median(seconds[name]),
+            seconds[name],
+            cpu_seconds[name],
             ratios(seconds[name], seconds[baseline]),
             ratios(cpu_seconds[name], cpu_seconds[baseline]),
             statistics.median(block.wire_bytes for block in blocks[name]) / parameter_bytes,
@@ -251,17 +256,22 @@ def mean_over_ranks(losses: list[Tensor]) -> Tensor:
 
 
 def result_lines(rows: list[Row]) -> list[str]:
-    """Return the table of the result in Markdown."""
+    """Return the table of the result in Markdown: medians with quartiles, of the rounds."""
     lines = []
     for row in rows:
-        of_time, loss = quartiles(row.ratios), row.loss_difference
-        name = row.name + " (baseline)" * row.is_baseline
-        spread = f"{of_time.low:.3f}, {of_time.high:.3f}", f"{min(row.ratios):.3f}, {max(row.ratios):.3f}"
-        others = f"{statistics.median(row.cpu_ratios):.3f}", f"{row.wire_x_parameters:.2f}", f"{row.memory_mib:.0f}"
-        loss_cell = "-" if loss is None else f"{loss:.1e}"
-        lines.append([name, f"{row.milliseconds:.1f}", f"{of_time.median:.3f}", *spread, *others, loss_cell])
-    headings = "", "ms", "x baseline", "quartiles", "min, max", "CPU", "wire, x parameters", "peak MiB", "loss"
+        milliseconds = ([1000 * value for value in values] for values in (row.seconds, row.cpu_seconds))
+        cells = [with_quartiles(values, ".1f") for values in milliseconds]
+        cells += [with_quartiles(values, ".3f") for values in (row.ratios, row.cpu_ratios)]
+        cells += [f"{row.wire_x_parameters:.2f}", f"{row.memory_mib:.0f}"]
+        cells += ["-" if row.loss_difference is None else f"{row.loss_difference:.1e}"]
+        lines.append([row.name + " (baseline)" * row.is_baseline, *cells])
+    headings = "", "ms", "CPU ms", "x baseline", "CPU, x baseline", "wire, x parameters", "peak MiB", "loss"
     return table(headings, lines)
+
+
+def with_quartiles(values: list[float], form: str) -> str:
+    of_rounds = quartiles(values)
+    return f"{of_rounds.median:{form}} ({of_rounds.low:{form}} to {of_rounds.high:{form}})"
 
 
 def main() -> None:

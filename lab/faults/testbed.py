@@ -64,8 +64,8 @@ def testbed_problem() -> str | None:
 
 
 @contextmanager
-def joined_nodes(num_nodes: int = 2, mbit_per_second: float | None = None) -> Iterator[list[Node]]:
-    """Make the nodes, with links of this rate, and remove them at the end.
+def joined_nodes(num_nodes: int = 2) -> Iterator[list[Node]]:
+    """Make the nodes, and remove them at the end.
 
     Raises OSError or CalledProcessError if the machine refuses.
     """
@@ -86,8 +86,6 @@ def joined_nodes(num_nodes: int = 2, mbit_per_second: float | None = None) -> It
             _ip("-n", node.namespace, "address", "add", f"{node.address}/24", "dev", "e0")
             for device in ("e0", "lo"):
                 _ip("-n", node.namespace, "link", "set", device, "up")
-            if mbit_per_second is not None:
-                node.limit(mbit_per_second)
         yield nodes
     finally:
         for node in nodes:

@@ -62,7 +62,6 @@ CHANGES = {
     # measurements
     "step_time.sh --rounds 14 --steps 1": f"step_time.sh {SMALL_BENCH}",
     "zero-2,zero-3]' --rounds 14 --steps 1": f"zero-2,zero-3]' {SMALL_BENCH}",
-    "save_time.sh --rounds 7": "save_time.sh --rounds 1",
     "--output runs/mup/study": f"--output runs/mup/study --variants 'muP, width 32' -- {FEW_STEPS}",
     "--output runs/fp8/study": f"--output runs/fp8/study --variants bf16 blockwise -- {FEW_STEPS}",
     "--output runs/characters/study": f"--output runs/characters/study -- {FEW_STEPS}",
@@ -88,8 +87,6 @@ ERRORS = {
 NOT_RUN = {
     "bash scripts/jsonl_to_scores.sh": "installs lm-evaluation-harness",
     "python -m lab.faults.two_nodes": "needs network namespaces; test_two_nodes.py does the same",
-    "python -m lab.bench.slow_link": "needs network namespaces, and minutes on an idle machine",
-    "python -m lab.bench.two_levels": "needs network namespaces; test_two_nodes.py does the same",
     "pip install 'setuptools<81' wheel": "installs DeepSpeed",
     "DS_ACCELERATOR=cpu": "needs DeepSpeed",
     "torchrun --nproc_per_node=8 pretrain_gpt.py --train.initial_weights Meta-Llama-3-8B": "needs Llama 3's weights",

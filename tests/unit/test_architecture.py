@@ -77,7 +77,8 @@ FLOORS = {
     "lab/planner":          "PRODUCT lab/pages lab/observe lab/measure lab/dryrun lab/dryrun/costs",
     "lab/acceptance":       "PRODUCT lab/pages lab/measure",
     "lab/faults":           "PRODUCT lab/acceptance",
-    "lab/bench":            "PRODUCT lab/pages lab/measure lab/dryrun lab/acceptance lab/faults",
+    "lab/bench":            "PRODUCT lab/pages lab/measure",
+    "lab/compare_commits":  "parallel parallel/launch lab/pages lab/bench",
     "lab/paper":            "PRODUCT lab/pages lab/measure lab/planner",
     "lab/published":        "PRODUCT lab/pages lab/measure lab/dryrun lab/dryrun/costs lab/planner",
     "lab":                  "PRODUCT lab/pages lab/dryrun lab/bench",
@@ -109,6 +110,7 @@ TORCH_INTERNALS = {
     "zero/buckets/chunked_tensor.py",  # follows the protocol of DTensor
     "lab/observe/torch_internals.py",
     "lab/observe/inductor_internals.py",
+    "lab/compare_commits/child.py",  # runs in any commit, whose own list may be elsewhere
     "lab/bench/step_time.py",  # sets how often dynamo compiles a block
 }
 # The name of a group and an option, or a group before a name that is formatted; `model.accumulate()` is a call.

@@ -1,0 +1,1 @@
+"""Compare two commits: bits, messages and host operations of small runs."""
