@@ -4,7 +4,7 @@
     transform     the updates of equal matrices, from the directions of all of their elements  whole matrices
     add           the weight decay and the update of owned elements                           element by element
 
-zero/optimizers/matrix_optimizer.py puts these steps together, in one process and over ranks.
+`update_matrix` puts these steps together in one process, and zero/optimizers/matrix_updates.py over ranks.
 """
 
 from abc import abstractmethod
@@ -100,11 +100,20 @@ class MatrixMethod(GroupedAdamW):
             raise ValueError(f"update={self.method!r} is for matrices, not for shape {tuple(param.shape)}")
         self.update_matrix([param], [grad], group, (param.shape[0], param.shape[1]))
 
-    @abstractmethod
+    @torch.no_grad()
     def update_matrix(
         self, stretches: Sequence[nn.Parameter], grads: Sequence[Tensor], group: dict[str, Any], shape: tuple[int, int]
     ) -> None:
         """Update a matrix of `shape`, given all of its stretches. May overwrite their gradients."""
+        for param in stretches:
+            self.prepare(param)
+        matrix = stretches[0].new_empty(shape, dtype=self.message_dtype)
+        parts = matrix.view(-1).split([param.numel() for param in stretches])
+        for param, grad, values in zip(stretches, grads, parts, strict=True):
+            self.direction(param, grad, group, Tensor.detach, values.view_as(param))
+        self.transform(matrix[None], group, [self.state_of_matrix(stretches[0], shape, matrix.device)])
+        for param, values in zip(stretches, parts, strict=True):
+            self.add(param, values.view_as(param), group, shape)
 
 
 @compiled_on_gpus
