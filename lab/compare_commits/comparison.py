@@ -1,4 +1,4 @@
-"""What two runs of one case differ in, in words."""
+"""Differences between two runs of one case, in words."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
