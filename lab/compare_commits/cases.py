@@ -79,9 +79,9 @@ def _all_cases() -> Iterator[Case]:
         yield _case(f"fp8 gathers, stage {stage}", 2, f"--zero.stage={stage}", *FP8)
     yield _case("offload host, stage 3", 2, stage_3, *HOST)
     yield _case("offload auto, stage 3", 2, stage_3, *AUTO)
-    for num_ranks, (name, options) in product((1, 2, 3), {"": (), ", host": HOST, ", fp8 gathers": FP8}.items()):
-        options = "--train.reproducible=layout", stage_3, *options
-        yield _case(f"fixed order, {num_ranks} ranks{name}", num_ranks, *options)
+    fixed: dict[str, tuple[str, ...]] = {"": (), ", host": HOST, ", fp8 gathers": FP8}
+    for num_ranks, (what, more) in product((1, 2, 3), fixed.items()):
+        yield _case(f"fixed order, {num_ranks} ranks{what}", num_ranks, stage_3, "--train.reproducible=layout", *more)
 
 
 def timed() -> Sequence[Case]:

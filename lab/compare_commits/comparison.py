@@ -1,4 +1,4 @@
-"""What two runs of one case differ in, in words."""
+"""Differences between two runs of one case, in words."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -54,7 +54,8 @@ def compare(case: str, before: Measured | Refused, after: Measured | Refused) ->
 
 def bits(before: Measured, after: Measured) -> str:
     """Return the first difference of a number in metrics.jsonl, then of the weights; `EQUAL` if there is none."""
-    for old, new in zip_longest(before.steps, after.steps, fillvalue={}):
+    missing: Mapping[str, Any] = {}
+    for old, new in zip_longest(before.steps, after.steps, fillvalue=missing):
         for name in NUMBERS:
             was, now = old.get(name), new.get(name)
             if was != now:
