@@ -24,6 +24,7 @@ from gpt.formats.config_files import Section, parse_yaml, read_section
 from gpt.pretrained.weights import CONFIG as WEIGHTS_CONFIG
 from gpt.pretrained.weights import model_options
 from gpt.settings.option_names import in_option_names, messages_in_option_names
+from gpt.settings.removed import REMOVED_SETTINGS, is_removed, problem_of
 from gpt.settings.settings import Settings
 from gpt.settings.tree import Group, Leaf, default_of, help_text, walk
 from parallel.validation.errors import ConfigError
@@ -73,7 +74,7 @@ def given_settings(
     arguments: Sequence[str], num_ranks: int | None = None, show: Callable[[Table], None] = lambda table: None
 ) -> Layer:
     """Return what a command line gives, {dotted name: value and origin}, with the arguments of `parse_settings`."""
-    files, options = _layers(arguments)
+    files, options = _without_removed(*_layers(arguments))
     files = _merged(_initial_model(_merged(files, options), show), files)
     given = _merged(files, options)
     path = _typed(DEEPSPEED_CONFIG, given.pop(DEEPSPEED_CONFIG, Given(None)))
@@ -118,6 +119,14 @@ def _layers(arguments: Sequence[str]) -> tuple[Layer, Layer]:
     return files, options
 
 
+def _without_removed(*layers: Layer) -> list[Layer]:
+    """Return the layers without settings that are removed. Raise ConfigError if one of these would be needed."""
+    for name, given in _merged(*layers).items():
+        if problem := problem_of(name, given.value):
+            raise ConfigError(f"{given.origin}{name}={shown(given.value)} {problem}")
+    return [{name: layer[name] for name in layer if name not in REMOVED_SETTINGS} for layer in layers]
+
+
 def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield (name, text of the value) of every option. Print the help and exit if one asks for it."""
     remaining = iter(arguments)
@@ -139,7 +148,7 @@ def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 def _check_name(name: str, origin: str = "") -> None:
     """Raise ConfigError if there is no setting of this name, and suggest the one with the closest name."""
-    if name not in LEAVES and name not in GROUPS:
+    if name not in LEAVES and name not in GROUPS and not is_removed(name):
         likely = get_close_matches(name[:MAX_COMPARED], [*LEAVES, *GROUPS])
         remedy = f"did you mean {likely[0]}?" if likely else "see pretrain_gpt.py --help"
         raise ConfigError(f"{origin}{shown(name)}: there is no such setting; {remedy}")
@@ -165,7 +174,7 @@ def _value_of_option(name: str, text: str) -> Any:
 def _entries(name: str, value: Any, source: str, line: int | None = None) -> Iterator[tuple[str, Given]]:
     """Yield (dotted name, value and origin) of every leaf below a setting or a group; "" is the root of all."""
     origin = f"{source}, line {line}: " if line else ""
-    if name in LEAVES:
+    if name in LEAVES or name in REMOVED_SETTINGS:
         yield name, Given(value, origin)
     elif isinstance(value, Section):
         for key, below in value.items():
@@ -176,7 +185,7 @@ def _entries(name: str, value: Any, source: str, line: int | None = None) -> Ite
             yield from _entries(child, below, source, value.lines[key])
     elif value is not None:
         raise ConfigError(f"{origin}{name}={shown(value)} is not a group of settings; write its settings below {name}")
-    elif GROUPS[name].is_optional:
+    elif name in GROUPS and GROUPS[name].is_optional:
         yield name, Given(None, origin)
 
 
