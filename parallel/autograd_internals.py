@@ -2,21 +2,18 @@
 
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable
 from functools import wraps
 from itertools import chain
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import _engine_run_backward, get_gradient_edge
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
 P = ParamSpec("P")
@@ -40,46 +37,6 @@ def current_graph_task() -> int:
     once that backward has ended or raised.
     """
     return torch._C._current_graph_task_id()
-
-
-def keeps_graph() -> bool:
-    """Return whether the running backward was asked to keep its graph, so that another one may follow."""
-    return torch._C._autograd._get_current_graph_task_keep_graph()
-
-
-class _Traced(Exception):
-    """The end of a trace: what would be compiled is not needed."""
-
-
-def trace_joint_graph(function: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]) -> fx.GraphModule:
-    """Trace a function of such tensors, and its backward, on fake tensors, with the kernels that autograd runs.
-
-    The graph maps inputs and gradients of outputs to outputs and gradients of inputs. `torch.export` traces no
-    backward, and `torch.compile` gives the graph to a compiler only. Modes that observe operations do not see this.
-    """
-    from torch._functorch.aot_autograd import aot_function  # takes a second: it imports much of inductor
-
-    traced: list[fx.GraphModule] = []
-
-    def keep(joint: fx.GraphModule, *_: Any, **__: Any) -> None:
-        traced.append(joint)
-        raise _Traced
-
-    with _disable_current_modes(), FakeTensorMode(), suppress(_Traced):
-        fakes = [
-            torch.empty_strided(
-                tensor.shape,
-                tensor.stride(),
-                dtype=tensor.dtype,
-                device=tensor.device,
-                requires_grad=tensor.requires_grad,
-            )
-            for tensor in inputs
-        ]
-        # Not `aot_export_joint_simple`: an export decomposes kernels that autograd runs whole, such as SiLU's backward.
-        aot_function(function, fw_compiler=lambda graph, _: graph, partition_fn=keep)(*fakes)
-    (joint,) = traced
-    return joint
 
 
 def is_nested_backward() -> bool:

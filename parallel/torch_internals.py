@@ -27,10 +27,8 @@ from torch.optim.optimizer import Optimizer, _global_optimizer_post_hooks, _glob
 from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
-from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 DIVISION_OPTION = "eager_numerics.division_rounding"  # of inductor; torch 2.11 may not have it
 
@@ -65,6 +63,26 @@ def options_of_exact_division() -> dict[str, Any]:
     from torch._inductor import list_options  # here, because it imports torch's compiler
 
     return {DIVISION_OPTION: True} if DIVISION_OPTION in list_options() else {}
+
+
+@contextmanager
+def activation_memory_budget(share: float) -> Iterator[None]:
+    """Let a graph that is compiled in this block save at most a share of what it would for backward, beyond its inputs.
+
+    torch.compile reads it when it cuts a graph into forward and backward, and takes no such option. Operations of this
+    project count by their FLOPs: torch would compute them again as if they took no time.
+    """
+    from torch._functorch import config  # here, because it imports a part of torch's compiler
+
+    chosen = {"activation_memory_budget": share, "is_non_builtin_to_include": True}
+    before = {name: getattr(config, name) for name in chosen if hasattr(config, name)}
+    try:
+        for name in before:
+            setattr(config, name, chosen[name])
+        yield
+    finally:
+        for name, value in before.items():  # `config.patch` takes 15 times as long
+            setattr(config, name, value)
 
 
 def attention_backend(query: Tensor, key: Tensor, dropout: float) -> SDPBackend:

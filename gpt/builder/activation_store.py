@@ -11,7 +11,7 @@ from gpt.settings.settings import Settings
 from parallel.host_memory import physical_bytes
 from parallel.mesh import Axis, Mesh
 from zero.activations.checkpointed_blocks import ActivationsConfig
-from zero.activations.choice import USABLE_FRACTION, Workload, choose_store
+from zero.activations.choice import Workload, choose_store
 from zero.formulas import memory, traffic
 from zero.partition.config import ZeroConfig
 
@@ -19,22 +19,19 @@ logger = logging.getLogger(__name__)
 
 
 def chosen_activations(settings: Settings, mesh: Mesh, replicas: Axis, device: torch.device) -> ActivationsConfig:
-    """Return the settings of activations with the store that `auto` stands for, or the budget that null stands for.
+    """Return the settings of activations with the store that `auto` stands for.
 
     `settings` have the types of gradients that null stands for. `replicas`: ranks that hold the same activations.
     """
     activations = settings.activations
-    if activations.store not in ("auto", "planned") or activations.budget_gb:
+    if activations.store != "auto":
         return activations
     hardware = activations.hardware
     if hardware.memory_gb:
         memory_bytes = hardware.memory_gb * 1e9
-    else:  # the least of all ranks: with other stores or plans their collectives would differ
+    else:  # the least of all ranks: with other stores their collectives would differ
         memory_bytes = mesh.data.min_over_ranks(mesh.tensor.min_over_ranks(memory_per_rank(device, mesh)))
-    work = workload(settings, mesh.data.size, replicas.size)
-    if activations.store == "planned":
-        return replace(activations, budget_gb=max(memory_bytes * USABLE_FRACTION - work.state_bytes, 1.0) / 1e9)
-    store, reason = choose_store(work, memory_bytes, hardware)
+    store, reason = choose_store(workload(settings, mesh.data.size, replicas.size), memory_bytes, hardware)
     logger.info(in_option_names(reason))
     return replace(activations, store=store)
 

@@ -14,7 +14,7 @@ from gpt.builder.activation_store import chosen_activations
 from gpt.builder.leaves import Leaves
 from gpt.builder.loss_guard import LossGuard
 from gpt.kernels.apex import choose_norm, find_apex
-from gpt.kernels.attention import describe_attention, describe_documents, masks_documents
+from gpt.kernels.attention import describe_attention, describe_documents
 from gpt.kernels.norms import NORMS
 from gpt.model.compiled_blocks import check_compiler, compile_blocks
 from gpt.model.mup import hidden_factor, is_hidden_matrix
@@ -35,7 +35,6 @@ from parallel.torch_internals import options_of_exact_division
 from parallel.validation.errors import ConfigError
 from parallel.world import StartOptions, World
 from zero.activations.checkpointed_blocks import ActivationsConfig, check_replicas, checkpointed_blocks, recomputed
-from zero.activations.plans.module import PlannedBlocks
 from zero.buckets.leaf_blocks import check_blocks
 from zero.engine import ZeroDataParallel
 from zero.memory.placement import Offload, Placement
@@ -182,12 +181,6 @@ def build(settings: Settings, mesh: Mesh, device: torch.device) -> TrainState:
     if settings.data.mask_documents:
         how = describe_documents(settings.model, device, train.dtype)
         logger.info("documents: kept apart by %s; FLOPs and MFU count one a sequence", how)
-        if activations.store == "planned" and not masks_documents(settings.model, device, train.dtype):
-            raise ConfigError(
-                f"data.mask_documents with model.attention={settings.model.attention} in {train.precision} passes a "
-                "tensor of another length in each micro-batch, for which activations.store=planned would make another "
-                "plan; choose model.attention=math, or another store"
-            )
     with ShardedInit(mesh.data, settings.zero.policy, settings.zero.prefetch_numel, settings.offload) as init:
         sum_dtype = settings.zero.gradient_types(train.dtype).reduce
         if settings.zero.policy.adds_leaves:  # each gradient is summed by itself: of the same type in each stage
@@ -197,7 +190,6 @@ def build(settings: Settings, mesh: Mesh, device: torch.device) -> TrainState:
         )
         if train.matmul == "fp8":
             _convert(gpt, train, mesh, device)
-        plan_blocks(gpt, activations, device)
         gpt.softmax = replace(gpt.softmax, z_loss=train.z_loss)
         initialize(gpt, train.seed, mesh.data)
         if train.initial_weights is not None:
@@ -231,7 +223,8 @@ def _compile(gpt: GPT, activations: ActivationsConfig, settings: Settings) -> No
     # Codes of weights must be those of eager code, which sends them.
     options = options_of_exact_division() if settings.train.matmul == "fp8" else None
     # Units that are named may be inside blocks, whose graphs then end at the hooks of these units.
-    compile_blocks(gpt, activations.recomputes, may_break=settings.zero.units is not None, options=options)
+    may_break = settings.zero.units is not None
+    compile_blocks(gpt, activations.recomputes, may_break=may_break, options=options, budget=activations.budget)
 
 
 def build_model(
@@ -248,10 +241,7 @@ def build_model(
     `gradient_sum_dtype` is the type in which gradients are summed along the tensor axis; None: `dtype`. `is_compiled`:
     `compile_blocks` follows, which cannot trace apex.
     """
-    is_planned = activations.store == "planned"
-    norm, norm_name = (NORMS[config.norm], "torch") if is_planned else choose_norm(config.norm, device)
-    if is_compiled:
-        norm, norm_name = NORMS[config.norm], "compiled"
+    norm, norm_name = (NORMS[config.norm], "compiled") if is_compiled else choose_norm(config.norm, device)
     logger.info("norm: %s", norm_name)
     compiles_loss = inductor_works(device)
     logger.info("loss: %s", "compiled" if compiles_loss else "eager")
@@ -270,14 +260,6 @@ def build_model(
             if isinstance(module, Attention):
                 module.kernel = recomputed(module.kernel)
     return gpt
-
-
-def plan_blocks(gpt: GPT, activations: ActivationsConfig, device: torch.device) -> None:
-    """Let the blocks of a GPT run by a plan, if the settings ask for one; call this when the blocks are complete."""
-    if activations.store == "planned":
-        assert activations.budget_gb is not None
-        blocks, replicas = list(gpt.blocks), gpt.tokens.replicas
-        PlannedBlocks(blocks, activations.budget_gb, activations.hardware, device, replicas)
 
 
 def build_loss_scale(settings: LossScaleSettings, is_fp16: bool, device: torch.device) -> LossScale:

@@ -59,14 +59,9 @@ NAMES = {
 }
 
 
-def masks_documents(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether a mask keeps documents apart in training, and not the kernel of variable lengths."""
-    return needs_mask(config.attention, config.head_size, config.dropout, torch.empty(0, device=device, dtype=dtype))
-
-
 def describe_documents(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> str:
     """Return which kernel keeps documents apart in training."""
-    if not masks_documents(config, device, dtype):
+    if not needs_mask(config.attention, config.head_size, config.dropout, torch.empty(0, device=device, dtype=dtype)):
         return "torch.nn.attention.varlen"
     return f"a mask of {config.seq_length} x {config.seq_length} scores a sequence"
 

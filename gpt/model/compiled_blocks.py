@@ -5,7 +5,7 @@ training's, run the blocks as they are, and so does a step in which single opera
 """
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
 from types import MethodType
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from gpt.model.transformer import GPT, Block, Sequences
-from parallel.tensor.blocks import Recomputation
+from parallel.tensor.blocks import Recomputation, RunBlock, RunBlocks
 from parallel.tensor.traced_layers import make_traceable
-from parallel.torch_internals import active_dispatch_modes
+from parallel.torch_internals import activation_memory_budget, active_dispatch_modes
 from parallel.validation.errors import ConfigError
 
 Backend = str | Callable[..., Any]
@@ -29,17 +29,21 @@ def compile_blocks(
     backend: Backend = "inductor",
     may_break: bool = False,
     options: dict[str, Any] | None = None,
+    budget: float | None = None,
 ) -> None:
     """Compile what each block computes in training, as one graph, or two.
 
     If blocks are computed again in backward, the last product of each stays outside: inside a graph, it could not be
     left out there. Attention stays outside if a tensor rank draws random numbers of its own for its dropout, or if its
     heads are exchanged over a context: a graph ends before it and another begins after it. With `may_break`, graphs
-    also end where something cannot be traced. `options` are those of the backend.
+    also end where something cannot be traced. `options` are those of the backend. With a `budget`, a graph saves that
+    share of what it would save for backward beyond its inputs, and computes the rest again.
     """
     draws_apart = model.config.dropout > 0 and model.tokens.axis.size > 1
     attends_outside = draws_apart or model.tokens.context.size > 1
     make_traceable(model.blocks)
+    if budget is not None:  # around all forwards: shapes that are new, such as the number of documents, make new graphs
+        model.run_blocks = partial(_run_within, budget, model.run_blocks)
 
     def compiled(method: Callable[..., Any], block: Block) -> Callable[..., Any]:
         return torch.compile(MethodType(method, block), backend=backend, fullgraph=not may_break, options=options)
@@ -54,6 +58,11 @@ def compile_blocks(
         else:
             function = compiled(Block.before_last_product if finish else Block.forward, block)
         block.forward = CompiledForward(block, function, finish)  # type: ignore[method-assign]
+
+
+def _run_within(budget: float, run_blocks: RunBlocks, blocks: Sequence[RunBlock], x: Tensor) -> Tensor:
+    with activation_memory_budget(budget):
+        return run_blocks(blocks, x)
 
 
 def _around_attention(

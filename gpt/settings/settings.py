@@ -75,8 +75,8 @@ class Settings:
                 f"train.fp8.recipe={train.fp8.recipe} do not; choose matmul=fp8 with tensorwise or blockwise, or "
                 "zero.gather_dtype=null"
             )
-        if self.activations.store == "planned":
-            self._check_planned()
+        if self.activations.budget is not None:
+            self._check_budget()
         if self.model.mup_base_width is not None and not self.optimizer.name.startswith("adamw"):
             raise ConfigError(
                 f"model.mup_base_width={self.model.mup_base_width} scales learning rates of AdamW, and "
@@ -84,18 +84,19 @@ class Settings:
                 "model.mup_base_width=null"
             )
 
-    def _check_planned(self) -> None:
-        """Raise ConfigError if a plan of activations cannot trace the blocks."""
-        is_fp8, fp8 = self.train.matmul == "fp8", self.train.fp8
-        tensor_size = f"parallel.tensor_size={self.parallel.tensor_size}"
-        kept = f"train.fp8.keep_first={fp8.keep_first}, keep_last={fp8.keep_last}"
-        refused = {
-            "train.compile=blocks": self.train.compiles_blocks,
-            f"train.matmul=fp8 and {tensor_size}": is_fp8 and self.parallel.tensor_size > 1,
-            f"train.matmul=fp8 and {kept}": is_fp8 and fp8.keep_first + fp8.keep_last > 0,
-        }
-        for what in (what for what, is_refused in refused.items() if is_refused):
-            raise ConfigError(f"activations.store=planned does not work with {what}; choose another store")
+    def _check_budget(self) -> None:
+        """Raise ConfigError if there are no compiled blocks, or if what is computed again would have other numbers."""
+        budget, dropout = f"activations.budget={self.activations.budget}", self.model.dropout
+        if not self.train.compiles_blocks:
+            raise ConfigError(
+                f"{budget} is for compiled blocks, and train.compile={self.train.compile}; choose train.compile=blocks "
+                "or activations.budget=null"
+            )
+        if dropout:
+            raise ConfigError(
+                f"{budget} does not work with model.dropout={dropout}, for which torch would draw other numbers where "
+                "it computes again; choose model.dropout=0, or activations.store=keep with activations.budget=null"
+            )
 
     def audit_share(self, world_size: int) -> float:
         """Return the time of audits, in steps: that of one micro-batch in `guard.audit_every` steps."""

@@ -20,8 +20,6 @@ from torch.optim import AdamW, Optimizer
 from gpt.model.transformer import GPT
 from parallel.mesh import Mesh
 from zero.activations.checkpointed_blocks import ActivationsConfig, checkpointed_blocks
-from zero.activations.choice import Hardware
-from zero.activations.plans.module import PlannedBlocks
 from zero.engine import ZeroDataParallel
 from zero.memory.placement import NO_OFFLOAD, OffloadConfig
 from zero.optimizer import ZeroOptimizer
@@ -30,7 +28,6 @@ from zero.partition.config import ZeroConfig
 from zero.units.unit import find_units
 
 LR, CLIP_NORM = 3e-4, 1.0
-CORE = Hardware(tflops=0.06, memory_gb_per_second=8.0)  # one core of a server, by which plans compare kernels
 
 
 @dataclass(eq=False)
@@ -58,7 +55,6 @@ class Terms:
 
     mesh: Mesh
     zero: ZeroConfig  # of our stages, but for the stage
-    budget_gb: float  # of plans of activations
 
 
 def zero(model: nn.Module, terms: Terms, *, stage: int, offload: OffloadConfig = NO_OFFLOAD) -> Contender:
@@ -81,14 +77,6 @@ def recomputed(model: nn.Module, terms: Terms, *, stage: int) -> Contender:
     run_blocks = checkpointed_blocks(config, terms.mesh.tensor, next(model.parameters()).device)
     assert run_blocks is not None
     model.run_blocks = run_blocks
-    return zero(model, terms, stage=stage)
-
-
-def planned(model: nn.Module, terms: Terms, *, stage: int) -> Contender:
-    """Build a stage that runs the blocks of a GPT by a plan of their activations."""
-    assert isinstance(model, GPT), "--model=gpt has such blocks"
-    device = next(model.parameters()).device
-    PlannedBlocks(list(model.blocks), terms.budget_gb, CORE, device, terms.mesh.tensor)
     return zero(model, terms, stage=stage)
 
 
@@ -163,7 +151,6 @@ CONTENDERS: dict[str, Callable[[nn.Module, Terms], Contender]] = {
     "zero-1-layout": partial(same_bits, stage=1),
     "zero-1-muon": partial(muon, stage=1),
     "zero-1-muon-without-iteration": partial(muon, stage=1, optimizer_type=MuonWithoutIteration),
-    "zero-1-planned": partial(planned, stage=1),
     "zero-1-recomputed": partial(recomputed, stage=1),
     "zero-2": partial(zero, stage=2),
     "zero-2-layout": partial(same_bits, stage=2),

@@ -39,7 +39,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 NUM_COMPARED_LOSSES = 16  # after that AdamW amplifies rounding errors without bound
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}  # under bf16 only ours have master weights: their loss falls faster
 BASELINES = {"ddp-default", "ddp-fused"}
-NAMED = "deepspeed", "offload", "muon", "layout", "planned", "recomputed"
+NAMED = "deepspeed", "offload", "muon", "layout", "recomputed"
 BY_DEFAULT = [name for name in CONTENDERS if not any(part in name for part in NAMED)]
 NUM_BATCHES = 8
 # Options of glibc's mallopt, and the largest threshold that glibc itself chooses, as for a program that frees
@@ -64,7 +64,6 @@ def parse_options() -> argparse.Namespace:
     add("--overlap_gather", type=yaml.safe_load, default=False, help="zero.overlap_gather of our stages 0 to 2")
     text = "blocks: torch.compile of every transformer block, for all contenders alike"
     add("--compile", choices=["none", "blocks"], default="none", help=text)
-    add("--budget_gb", type=float, default=1e6, help="activations.budget_gb of zero-1-planned")
     add("--micro_batch_size", type=int, default=4, help="sequences of a rank in a step")
     add("--layers", type=int, default=8)
     add("--hidden", type=int, default=384, help="width of the model; heads have a width of 64, or less if it is less")
@@ -146,7 +145,7 @@ def build_contenders(options: argparse.Namespace, world: World, mesh: Mesh, batc
     """Build and warm up the contenders one after the other. The memory of each is its peak above the memory in use."""
     names = "bucket_numel", "defragment", "overlap_gather"
     config = ZeroConfig(**{name: getattr(options, name) for name in names})
-    terms = Terms(mesh, config, options.budget_gb)
+    terms = Terms(mesh, config)
     # Before the first allocation: memory that malloc has once put on its heap is rarely returned to the system.
     return_freed_memory(at_least_bytes=2**16)
     template = build_model(options, world.device)

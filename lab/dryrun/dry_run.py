@@ -87,7 +87,9 @@ def record_step(
 
     Tensors are made inside the context `tensor_mode`.
     """
-    settings = replace(settings, train=replace(settings.train, compile="none"))  # fake tensors cannot be compiled
+    # Fake tensors cannot be compiled, so that torch has no graph to which a budget applies.
+    activations = replace(settings.activations, budget=None)
+    settings = replace(settings, train=replace(settings.train, compile="none"), activations=activations)
     mesh = build_mesh(settings, world)
     tracker = MemoryTracker(world.device)
     compiled_calls = CompiledCalls(tracker.is_on_host)

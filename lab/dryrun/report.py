@@ -39,6 +39,8 @@ def run_and_report(settings: Settings, console: RunConsole) -> None:
         console.say(headline(report))
         if settings.data.mask_documents:
             console.say("documents are kept apart: time, FLOPs and MFU are those of one document a sequence")
+        if line := budget_line(settings):
+            console.say(line)
         if "matrices" in report:
             console.say(matrices_line(report["matrices"]))
         if timeline:
@@ -64,6 +66,13 @@ def run_and_report(settings: Settings, console: RunConsole) -> None:
         console.show(memory_table(report))
         console.show(profile_table(report["collectives"]))
     console.say(f"the full report and its plots are in {folder}")
+
+
+def budget_line(settings: Settings) -> str | None:
+    """Return a line that says what is not counted, if the settings have a budget of activations."""
+    if (budget := settings.activations.budget) is None:
+        return None
+    return f"activations.budget={budget} is not priced: a step needs less memory, and more time, than is stated here"
 
 
 def make_report(recording: Recording, settings: Settings, timeline: Timeline | None) -> dict[str, Any]:

@@ -22,7 +22,6 @@ from typing import Any, Self
 import torch
 
 from gpt.builder.closed_forms import parameters_of_rank
-from gpt.model.transformer import GPT
 from gpt.settings.settings import Settings
 from lab.dryrun.costs.collectives import MeshShape
 from lab.dryrun.dry_run import DEVICE, HOST, dry_run, num_alike
@@ -30,14 +29,9 @@ from lab.dryrun.projection import project
 from lab.measure.cluster import ClusterSpec
 from lab.observe import kernel_log
 from lab.observe.kernel_log import Kernel
-from lab.planner.layouts import hardware_of
 from parallel.comm_log import CommEvent
-from parallel.validation.errors import ConfigError
-from zero.activations.choice import Hardware
-from zero.activations.plans.execution import PlannedForward
 
 DEPTHS = 4, 8
-UNLIMITED_GB = 1e6
 EVENT_FIELDS = "op", "axis", "group_size", "message_bytes", "dtype", "phase", "launched", "awaited", "sent_bytes"
 
 
@@ -49,7 +43,6 @@ class Estimate:
     device_peak_bytes: float
     host_peak_bytes: float
     seconds: float
-    budget_gb: float = 0.0  # of a plan of activations
 
 
 @dataclass(frozen=True)
@@ -85,15 +78,11 @@ class ShallowRun:
     kernels: list[Kernel]
     events: list[CommEvent]
     num_left_out: float = 0.0  # micro-batches of a step that the dry run does not have
-    planned_bytes: int = 0  # that blocks allocate at most by a plan of activations
 
     @classmethod
     def of(cls, settings: Settings, num_left_out: int) -> Self:
         """Run the settings dry. Raise ConfigError as `dry_run` does."""
         found = dry_run(settings)
-        gpt = found.state.model.module
-        assert isinstance(gpt, GPT)
-        forward = gpt.blocks[0].forward
         return cls(
             settings.model.num_layers,
             found.state.num_parameters_of_model,
@@ -103,7 +92,6 @@ class ShallowRun:
             found.kernels,
             found.events,
             num_left_out,
-            forward.plans.plan.peak_bytes if isinstance(forward, PlannedForward) else 0,
         )
 
     @classmethod
@@ -197,34 +185,6 @@ def extrapolate(
     """Return the extrapolation from two dry runs, whose time is projected on the cluster, with that of audits."""
     first, second = (estimate(run, cluster, audit_share) for run in runs)
     return DepthExtrapolation((runs[0].num_layers, runs[1].num_layers), (first, second))
-
-
-def planned_estimate(settings: Settings, cluster: ClusterSpec, audit_share: float = 0.0) -> Estimate:
-    """Return the estimate of a run with the plan of activations that fills what the rest leaves of a GPU's memory.
-
-    The dry runs are of the full depth, because blocks may have two plans. A budget that is given is kept. If no plan is
-    small enough, the estimate is that of one that does not fit. Raise ConfigError as `dry_run` does.
-    """
-
-    def within(budget_gb: float) -> ShallowRun:
-        chosen = planned_settings(settings, cluster, budget_gb)
-        return ShallowRun.of(_with_few_micro_batches(chosen), _num_left_out(settings))
-
-    given = settings.activations.budget_gb
-    run = within(given or UNLIMITED_GB)
-    while not given and (excess := run.device_peak_bytes - cluster.usable_gpu_bytes) > 0:
-        try:
-            run = within((run.planned_bytes - excess) / 1e9)
-        except ConfigError:  # it is less than the least possible
-            break
-    return replace(estimate(run, cluster, audit_share), budget_gb=given or run.planned_bytes / 1e9)
-
-
-def planned_settings(settings: Settings, cluster: ClusterSpec, budget_gb: float) -> Settings:
-    """Return the settings with a budget, and with the rates of a cluster if others are not given."""
-    given = settings.activations.hardware
-    hardware = hardware_of(cluster) if given == Hardware() else given
-    return replace(settings, activations=replace(settings.activations, budget_gb=budget_gb, hardware=hardware))
 
 
 def estimate(run: ShallowRun, cluster: ClusterSpec, audit_share: float = 0.0) -> Estimate:

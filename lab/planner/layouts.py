@@ -26,7 +26,7 @@ from zero.partition.stage import STAGES, Division, Lifetime
 
 ASSUMED_PEAK_FRACTION = 0.5  # fraction of the peak rate that computation is assumed to reach
 MAX_MICRO_BATCH = 128
-Store = Literal["none", "selective", StoreName, "planned"]  # of activations.store: all but auto
+Store = Literal["none", "selective", StoreName]  # of activations.store: all but auto
 FIELDS = {  # {setting: field of a layout}
     "parallel.tensor_size": "tensor_size",
     "parallel.shard_size": "shard_size",
@@ -144,8 +144,6 @@ def predict(layout: CandidateLayout, settings: Settings, cluster: ClusterSpec, w
     num_micro_batches = settings.train.num_micro_batches(data_size // context_size)
     if layout.accumulate == "local" and num_micro_batches == 1:
         return None
-    if layout.store == "planned":
-        return _predict_planned(layout, settings, cluster, world_size)
     work, on_host = planned_workload(settings, data_size), model_states(settings, data_size).host
     checkpoints_on_host = work.checkpoint_bytes * work.b / layout.tensor_size * (layout.store == "partition_host")
     most, least = step_seconds(work, settings, cluster, world_size)
@@ -173,32 +171,11 @@ def mesh_of(layout: CandidateLayout, data_size: int, context_size: int) -> Mesh:
     return Mesh(data, tensor, log, context)
 
 
-def _predict_planned(
-    layout: CandidateLayout, settings: Settings, cluster: ClusterSpec, world_size: int
-) -> Prediction | None:
-    """Return the prediction of a plan: it computes again, of all that `keep` does, as much as the memory asks for.
-
-    The lower bound of its time is that of `none`, because what it computes again may take next to no time.
-    """
-    model, dtype = settings.model, settings.train.dtype
-    if settings.data.mask_documents and suits_kernel(model.attention, model.head_size, model.dropout, dtype):
-        return None  # this kernel cannot be planned
-    none, keep = (predict(replace(layout, store=store), settings, cluster, world_size) for store in ("none", "keep"))
-    if none is None or keep is None:
-        return None
-    device_bytes = min(none.device_bytes, max(keep.device_bytes, cluster.usable_gpu_bytes))
-    saved = none.device_bytes - keep.device_bytes
-    share = (none.device_bytes - device_bytes) / saved if saved > 0 else 0.0
-    seconds = none.seconds + share * (keep.seconds - none.seconds)
-    return replace(none, layout=layout, device_bytes=device_bytes, seconds=seconds)
-
-
 def hardware_of(cluster: ClusterSpec) -> Hardware:
-    """Return the rates that a plan of activations compares, as programs reach them on a cluster."""
+    """Return the device and the links of a cluster, as programs reach them."""
     return Hardware(
         memory_gb=cluster.gpu_memory_bytes / 1e9,
         tflops=cluster.peak_half_tflops * cluster.gemm_fraction,
-        memory_gb_per_second=cluster.memory_gb_per_second * cluster.memory_fraction,
         tensor_gb_per_second=cluster.intra_node_gb_per_second,
         host_gb_per_second=cluster.host_gb_per_second,
     )
@@ -328,12 +305,9 @@ def candidate_layouts(gpus_per_node: int, settings: Settings, fixed: Collection[
     mode, batch = settings.offload.mode, settings.train.global_batch_size
     modes: tuple[Mode, ...] = ("accelerator", "host") if mode == "auto" else (mode,)
     micro_batches = values("train.micro_batch_size", (b for b in range(1, MAX_MICRO_BATCH + 1) if batch % b == 0))
-    stores_of_search: list[Store] = ["none", "selective", *STORES]
-    if settings.activations.store == "planned":  # else not, because it takes several dry runs of the full depth
-        stores_of_search.append("planned")
     division_names = "zero.accumulate", "parallel.shard_size", "zero.optimizer_over"
     tensors = values("parallel.tensor_size", tensor_sizes(gpus_per_node))
-    stores = values("activations.store", stores_of_search)
+    stores = values("activations.store", ("none", "selective", *STORES))
     for tensor_size, stage in product(tensors, values("zero.stage", STAGES)):
         # Left out: stage 2 that accumulates locally, which is stage 1, and groups that accumulate locally, since
         # reductions inside a node are fast.

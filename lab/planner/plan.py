@@ -142,7 +142,7 @@ def report_plan(search: Search, console: Console) -> Settings:
     for line in chosen_lines(fitting, search):
         console.print(line)
     best, _ = search.choose(fitting)
-    return search.settings_of(best, fitting[best])
+    return best.applied_to(search.settings)
 
 
 def plan_and_verify(search: Search, console: Console) -> tuple[Plan, dict[CandidateLayout, Estimate]]:
@@ -190,7 +190,7 @@ def report_front(search: Search, nodes: Collection[int], plot: Path, console: Co
     except OSError as error:
         raise ConfigError(f"--front={plot} cannot be written ({error.strerror}); choose another file") from error
     console.print(f"the plot is {plot}")
-    return chosen[0].search, search.settings_of(chosen[0].layout, chosen[0].estimate)
+    return chosen[0].search, chosen[0].layout.applied_to(search.settings)
 
 
 def report_largest(search: Search, console: Console) -> Settings:

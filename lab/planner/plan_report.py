@@ -12,6 +12,7 @@ from rich.table import Column, Table
 from gpt.monitor.units import duration
 from gpt.settings.settings import Settings
 from lab.dryrun.collectives import right_aligned
+from lab.dryrun.report import budget_line
 from lab.dryrun.run_cost import RunCost
 from lab.measure.cluster import ClusterSpec
 from lab.pages.plots import BESIDE, plot
@@ -35,6 +36,8 @@ def constraint_lines(settings: Settings, fixed: Mapping[str, str]) -> Iterator[s
         searched.remove("offload.mode")
         yield f"fixed: offload.mode={settings.offload.mode} (default; auto searches it)"
     yield f"searched: {', '.join(searched) or 'nothing'}"
+    if line := budget_line(settings):
+        yield line
 
 
 def verified_table(verified: Mapping[CandidateLayout, Estimate], search: Search) -> Table:
@@ -81,8 +84,6 @@ def chosen_lines(fitting: Mapping[CandidateLayout, Estimate], search: Search) ->
         f"of a GPU's {cluster.gpu_memory_bytes / 1e9:.1f} GB, of which {cluster.usable_gpu_bytes / 1e9:.1f} may be "
         f"used: --reserved_gb={cluster.reserved_gb:g} is left free for CUDA, NCCL and gaps of the allocator"
     )
-    if found.budget_gb:
-        yield f"of these blocks allocate {found.budget_gb:.4g} GB by their plan: activations.budget_gb"
     tokens_per_second = settings.train.global_batch_size * settings.model.seq_length / found.seconds
     yield (
         f"{_seconds(found.seconds)} s a step{cluster.remark}, MFU {search.mfu(found):.1%}, "

@@ -16,8 +16,6 @@ from lab.planner.depth import (
     DepthExtrapolation,
     Estimate,
     extrapolate,
-    planned_estimate,
-    planned_settings,
     shallow_runs,
 )
 from lab.planner.layouts import FIELDS, CandidateLayout, Prediction, candidate_layouts, fits, predict, value_of
@@ -72,7 +70,7 @@ RANKS = closed_form_rank, overlapped_rank
 class Search:
     """A run to plan on a cluster, whose layout keeps the values of the settings named in `fixed`.
 
-    The folder `kept_runs`, if there is one, keeps dry runs, but for those of plans of activations.
+    The folder `kept_runs`, if there is one, keeps dry runs.
     """
 
     settings: Settings
@@ -161,10 +159,7 @@ class Search:
         self.with_depth(1).plan()
         smallest: dict[tuple, CandidateLayout] = {}
         for layout in (found.layout for found in self.possible_layouts()):
-            if layout.store != "planned":
-                smallest.setdefault(layout.family, layout)
-        if not smallest:
-            raise ConfigError("activations.store=planned is a plan for one depth; choose another store with --largest")
+            smallest.setdefault(layout.family, layout)
 
         def max_layers(layout: CandidateLayout) -> int:
             def depth_fits(num_layers: int) -> bool:
@@ -178,9 +173,6 @@ class Search:
 
     def estimate(self, layout: CandidateLayout) -> Estimate:
         """Return what dry runs say of a layout. Raise ConfigError as `dry_run` does."""
-        if layout.store == "planned":
-            chosen = self._in_world(layout)
-            return planned_estimate(chosen, self.cluster, chosen.audit_share(self.world_size))
         return self.extrapolate(layout).at(self.settings.model.num_layers)
 
     def extrapolate(self, layout: CandidateLayout) -> DepthExtrapolation:
@@ -200,11 +192,6 @@ class Search:
 
     def fitting(self, estimates: Mapping[CandidateLayout, Estimate]) -> dict[CandidateLayout, Estimate]:
         return {layout: found for layout, found in estimates.items() if self.fits(found)}
-
-    def settings_of(self, layout: CandidateLayout, estimate: Estimate) -> Settings:
-        """Return the settings of the run that was estimated."""
-        settings = layout.applied_to(self.settings)
-        return planned_settings(settings, self.cluster, estimate.budget_gb) if estimate.budget_gb else settings
 
     def verify(self, plan: Plan) -> dict[CandidateLayout, Estimate]:
         """Estimate the first layouts of each order, until `num_to_verify` partitions have one that fits.

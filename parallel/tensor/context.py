@@ -11,20 +11,16 @@ ranks of a context axis are neighbours on the data axis, along which ZeRO shards
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
-from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from parallel.mesh import Axis
-from parallel.tensor.layers import is_traced
 from parallel.validation.errors import ConfigError
 
 HEADS, TOKENS = 1, 2  # dims of (batch, heads, tokens, head_dim)
 Kernel = Callable[..., Tensor]
-_numbers = count()  # of operations: torch's registry is global
 
 
 def over_context(kernel: Kernel, axis: Axis) -> Kernel:
@@ -37,9 +33,6 @@ def over_context(kernel: Kernel, axis: Axis) -> Kernel:
         return kernel
 
     def run(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
-        if is_traced(q):
-            _, traced = exchange_operation(axis)
-            return traced([kernel(*traced([q, k, v], HEADS, TOKENS), *others)], TOKENS, HEADS)[0]
         attended = kernel(*_Exchange.apply(axis, HEADS, TOKENS, q, k, v), *others)
         return _Exchange.apply(axis, TOKENS, HEADS, attended)[0]
 
@@ -79,30 +72,6 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return None, None, None, *exchange(ctx.axis, ctx.joined, ctx.divided, grads)
-
-
-@cache
-def exchange_operation(axis: Axis) -> tuple[str, Callable[[list[Tensor], int, int], list[Tensor]]]:
-    """Register the exchange over an axis as an operation that torch traces; return its name, and the operation."""
-    name = f"exchange_{next(_numbers)}"
-
-    @torch.library.custom_op(f"zero::{name}", mutates_args=())
-    def forward(parts: list[Tensor], divided: int, joined: int) -> list[Tensor]:
-        return exchange(axis, divided, joined, parts)
-
-    @forward.register_fake
-    def _(parts: list[Tensor], divided: int, joined: int) -> list[Tensor]:
-        pieces = [part.chunk(axis.size, divided)[0] for part in parts]
-        return [piece.new_empty(piece.repeat_interleave(axis.size, joined).shape) for piece in pieces]
-
-    def save(ctx: Any, inputs: tuple[list[Tensor], int, int], output: list[Tensor]) -> None:
-        ctx.dims = inputs[2], inputs[1]
-
-    def backward(ctx: Any, grads: list[Tensor]) -> tuple[list[Tensor], None, None]:
-        return forward(list(grads), *ctx.dims), None, None
-
-    forward.register_autograd(backward, setup_context=save)
-    return name, forward
 
 
 def exchange(axis: Axis, divided: int, joined: int, parts: Sequence[Tensor]) -> list[Tensor]:

@@ -11,12 +11,10 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
-from torch.fx.traceback import annotate
 
 from parallel.mesh import Axis
 
 SEED_BITS = 63
-RANK_OF_STREAM = "rank_of_random_stream"  # the annotation of an operation that torch traces inside `random_stream_of`
 
 
 def own_random_stream(axis: Axis) -> AbstractContextManager[None]:
@@ -24,15 +22,9 @@ def own_random_stream(axis: Axis) -> AbstractContextManager[None]:
 
     Changes the generator of the current CUDA device if CUDA is initialized, otherwise the CPU's. It does not block.
     """
-    return nullcontext() if axis.size == 1 else random_stream_of(axis.rank)
-
-
-@contextmanager
-def random_stream_of(rank: int) -> Iterator[None]:
-    """Draw from the stream of a rank in a context, as `own_random_stream` does."""
-    own_stream = _own_cuda_stream if torch.cuda.is_initialized() else _own_cpu_stream
-    with annotate({RANK_OF_STREAM: rank}), own_stream(rank):
-        yield
+    if axis.size == 1:
+        return nullcontext()
+    return _own_cuda_stream(axis.rank) if torch.cuda.is_initialized() else _own_cpu_stream(axis.rank)
 
 
 @contextmanager

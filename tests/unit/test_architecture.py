@@ -38,7 +38,6 @@ FLOORS = {
     "zero/fp8":             "parallel parallel/tensor",
     "zero/formulas":        "zero/partition",
     "zero/activations":     "parallel parallel/tensor zero/memory",
-    "zero/activations/plans": "parallel parallel/tensor zero/memory zero/activations",
     "zero/buckets":         "parallel zero/partition zero/memory zero/order zero/fp8",
     "zero/units":           "parallel zero/partition zero/memory zero/order zero/buckets",
     "zero/gemini":          "parallel zero/partition zero/memory zero/order zero/buckets zero/units",

@@ -1,5 +1,1 @@
-"""Activations between forward and backward: checkpoints, and plans for each operation."""
-
-from zero.activations.plans.module import planned
-
-__all__ = ["planned"]
+"""Activations between forward and backward: checkpoints, and where they are stored."""

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,12 +21,12 @@ from torch.utils.checkpoint import checkpoint
 from parallel.mesh import Axis, Work
 from parallel.tensor.blocks import Recomputation, RunBlock, run_in_order
 from parallel.validation.errors import ConfigError
-from parallel.validation.fields import Positive, checked
-from zero.activations.choice import Hardware, Rate
+from parallel.validation.fields import Positive, Range, checked
+from zero.activations.choice import Hardware
 from zero.activations.stores import STORES, ActivationStore, Slot, StoreName, make_store
 from zero.memory.streams import SideStream
 
-StoreChoice = Literal["none", "selective", StoreName, "auto", "planned"]
+StoreChoice = Literal["none", "selective", StoreName, "auto"]
 
 
 @checked
@@ -37,17 +37,23 @@ class ActivationsConfig:
     """none: keep all activations, on the device; selective: keep all but those inside attention, which are computed
     again. The others keep checkpoints only. keep: on the device; partition: divided over the tensor ranks (P_a);
     partition_host: divided over the tensor ranks, in host memory (P_a+cpu); auto: one of these three, by the arithmetic
-    of the paper's section 8; planned: for each tensor that backward reads one of these, or keep it, or compute it
-    again, whatever adds the least time within budget_gb."""
+    of the paper's section 8."""
     layers_per_checkpoint: Positive = 1
     """Number of blocks that share a checkpoint and are computed again together; the last group may be smaller."""
     defragment: bool = True
     """M_D: checkpoints are copied into memory that is allocated once; false: new memory is allocated for each."""
     hardware: Hardware = field(default_factory=Hardware)
     """The device and its links, from which auto computes its choice."""
-    budget_gb: Rate | None = None
-    """With store=planned: what the blocks allocate at most from forward to backward, in 1e9 bytes on each device; null:
-    what model states leave of its memory."""
+    budget: Annotated[float, Range(0, 1)] | None = None
+    """With train.compile=blocks and store=none: the share of what a compiled block would save for backward, beyond its
+    inputs, that it may save; torch computes the rest again. null: torch's own choice, which is 1."""
+
+    def __post_init__(self) -> None:
+        if self.budget is not None and self.store != "none":
+            raise ConfigError(
+                f"ActivationsConfig.budget={self.budget} divides what store=none keeps, and store={self.store}; choose "
+                "store=none, or budget=null"
+            )
 
     @property
     def recomputes(self) -> Recomputation:

@@ -31,8 +31,6 @@ class Hardware:
     """Memory of a device, in 1e9 bytes; null: the memory of the device that the run uses."""
     tflops: Rate = 40.0
     """Floating-point operations that a device performs in training, in 1e12 per second."""
-    memory_gb_per_second: Rate = 900.0
-    """Bandwidth of a device's memory, in 1e9 bytes per second."""
     tensor_gb_per_second: Rate = 150.0
     """Bandwidth between the ranks of a tensor group, in 1e9 bytes per second."""
     data_gb_per_second: Rate = 6.25

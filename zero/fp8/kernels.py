@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.functional import ScalingType, scaled_mm
+from torch.utils.flop_counter import register_flop_formula
 
 from zero.fp8.scaling import CODES, Blocks, RecipeName, Scaled
 
@@ -115,6 +116,11 @@ _opaque_scaled_mm = torch.library.custom_op("zero::scaled_mm", _scaled_mm, mutat
 @_opaque_scaled_mm.register_fake
 def _(a: Tensor, b: Tensor, _scales: Any, _kinds: Any, dtype: torch.dtype, _fast: bool) -> Tensor:
     return a.new_empty(a.shape[0], b.shape[1], dtype=dtype)
+
+
+@register_flop_formula(torch.ops.zero.scaled_mm)
+def _(a: torch.Size, b: torch.Size, *_others: Any, **_options: Any) -> int:
+    return 2 * a.numel() * b[1]
 
 
 def _with_whole_rows(a: Scaled) -> Scaled:

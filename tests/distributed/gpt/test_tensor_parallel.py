@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
-from gpt.builder.train_state import build_model, parameter_groups, plan_blocks
+from gpt.builder.train_state import build_model, parameter_groups
 from gpt.model.transformer import GPT, Sequences, initialize
 from gpt.settings.optimizer import OptimizerSettings
 from gpt.shape.config import ModelConfig
@@ -52,9 +52,7 @@ def layout_of(axis: Axis, is_split: bool, context: Axis = NO_CONTEXT) -> TokenLa
 
 def build(config: ModelConfig, tokens: TokenLayout, activations: ActivationsConfig | None = None) -> GPT:
     torch.set_default_dtype(torch.float64)
-    activations = activations or ActivationsConfig()
-    model = build_model(config, activations, tokens, torch.device("cpu"), torch.float64)
-    plan_blocks(model, activations, torch.device("cpu"))
+    model = build_model(config, activations or ActivationsConfig(), tokens, torch.device("cpu"), torch.float64)
     initialize(model, seed=3)
     for name, param in model.named_parameters():  # values that differ between parameters and agree between ranks
         if name not in split_dims(model) | shared_dims(model) and param.dim() == 1:

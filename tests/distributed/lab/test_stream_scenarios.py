@@ -24,7 +24,6 @@ from tests.distributed.zero import test_gathered as gathered
 from tests.distributed.zero import test_several_optimizers as several
 from tests.distributed.zero import test_sharded_init as sharded_init
 from tests.distributed.zero import test_zero_equals_one_process as plain
-from tests.distributed.zero.activations import test_activation_stores as stores
 from tests.distributed.zero.optimizers import test_muon as muon
 from tests.distributed.zero.scenarios import test_ranks
 from tests.ranks import call_with
@@ -120,7 +119,6 @@ SCENARIOS: dict[str, tuple[Any, ...]] = {  # (number of ranks, function, argumen
     ),
     "experts that no rank used": (2, run_procedure, test_ranks.test_experts_that_no_rank_used_are_not_updated, [3]),
     "backwards that end early": (2, end_backwards_early),
-    "a plan of activations": (2, stores.gathers_of_a_plan),
     "operations of graphs": (2, run_operations_of_graphs),
     "layers": (2, call_with, layers.run_split, [(layout, torch.arange(12), None) for layout in layers.LAYOUTS]),
     "initial values": (4, layers.tiny_part),

@@ -13,10 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.fx.traceback import annotate
 
 from parallel import autograd_internals as internals
-from parallel.torch_internals import FunctionalTensor
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -25,34 +23,6 @@ def test_a_norm_has_the_dtype_of_its_sum(dtype):
     (norm,) = internals.foreach_norm([values], 2, dtype)
     assert norm.dtype is dtype
     assert norm.item() == torch.tensor(1 + 2.0**-8, dtype=dtype).sqrt().item()  # every partial sum is exact; 1 in bf16
-
-
-def test_a_joint_graph_has_the_kernels_that_autograd_runs():
-    def function(x: Tensor, weight: Tensor) -> tuple[Tensor]:
-        assert isinstance(x, FunctionalTensor)
-        with annotate({"part": 0}):  # a public function, whose annotations might not reach the graph
-            return (nn.functional.silu(x @ weight),)
-
-    inputs = [torch.ones(2, 3), torch.ones(3, 4, requires_grad=True)]
-    joint = internals.trace_joint_graph(function, inputs)
-    nodes = list(joint.graph.nodes)
-    assert {node.meta["custom"]["part"] for node in nodes if "silu" in str(node.target)} == {0}
-    kernels = [str(node.target) for node in nodes if node.op == "call_function"]
-    backward = ["silu_backward", "t", "mm"]  # an export would decompose the first
-    assert kernels == [f"aten.{name}.default" for name in ("mm", "silu", *backward)]
-    tags = [node.meta["partitioner_tag"] for node in nodes if node.op == "placeholder"]
-    assert tags == ["is_forward", "is_forward", "is_backward"]
-    (results,) = nodes[-1].args
-    assert [result and tuple(result.meta["val"].shape) for result in results] == [(2, 4), None, (3, 4)]
-
-
-def test_a_backward_says_if_its_graph_is_kept():
-    kept: list[bool] = []
-    y = torch.ones(2, requires_grad=True) * 2
-    y.register_hook(lambda _grad: kept.append(internals.keeps_graph()))
-    y.sum().backward(retain_graph=True)
-    y.sum().backward()
-    assert kept == [True, False]
 
 
 def numbers_of_backward(x: Tensor) -> list[int]:

@@ -5,6 +5,7 @@ If one fails after an update of torch, the function that it tests is the place t
 
 import math
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
@@ -13,7 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._functorch.aot_autograd import aot_function
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -24,6 +27,42 @@ from tests.ranks import run_ranks
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
+
+
+def saved_bytes(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> int:
+    """Return the bytes that a function saves for backward beside its argument."""
+    saved: list[torch.Tensor] = []
+    with saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        function(x)
+    return sum(tensor.nbytes for tensor in saved if tensor.data_ptr() != x.data_ptr())
+
+
+def test_a_graph_that_is_compiled_within_a_budget_keeps_less_in_all_its_calls():
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return (x @ x).sin()
+
+    def compiled() -> Callable[[torch.Tensor], torch.Tensor]:
+        torch.compiler.reset()
+        return torch.compile(function, backend="aot_eager_decomp_partition")
+
+    x = torch.ones(4, 4, requires_grad=True)
+    assert saved_bytes(compiled(), x) == x.nbytes
+    nothing = compiled()
+    with internals.activation_memory_budget(0.0):
+        assert saved_bytes(nothing, x) == 0
+    assert saved_bytes(nothing, x) == 0, "it is read when a graph is compiled"
+    assert saved_bytes(compiled(), x) == x.nbytes, "graphs that are compiled later have none"
+
+
+def test_a_function_that_aot_autograd_traces_gets_functional_tensors():
+    kinds: list[type] = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        kinds.append(type(x))
+        return x * 2
+
+    aot_function(function, fw_compiler=lambda graph, _inputs: graph)(torch.ones(2))
+    assert {*kinds} == {internals.FunctionalTensor}
 
 
 def word_in_default_store() -> str:

@@ -2,16 +2,13 @@
 
 import itertools
 import math
-import re
 from collections import Counter
-from functools import cache
 
 import pytest
 import torch
 from torch import Tensor
 
 from gpt.generate import generate
-from gpt.model.transformer import Sequences
 from gpt.shape.config import ModelConfig
 from gpt.train_step import evaluate, train_step
 from lab.observe.memory_tracker import MemoryTracker
@@ -20,25 +17,19 @@ from parallel.memory_kinds import TensorKind, allocate_buffer
 from parallel.mesh import Axis, Mesh
 from parallel.tensor.token_layout import ReplicatedTokens, SplitTokens
 from parallel.validation.errors import ConfigError
-from parallel.world import imitated_world
 from tests.distributed.gpt.test_tensor_parallel import (
-    BATCH,
     SEQ,
     assert_equals_whole,
     assert_same_bits,
-    batch,
     build,
     config_of,
-    layout_of,
     traffic_of_a_step,
     train,
     train_whole,
 )
 from tests.pairwise import noting, pairwise, product_of
-from tests.ranks import run_cases, run_ranks
-from zero.activations import planned
+from tests.ranks import run_cases
 from zero.activations.checkpointed_blocks import ActivationsConfig
-from zero.activations.choice import Hardware
 from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
 from zero.partition.config import ZeroConfig
@@ -52,9 +43,6 @@ FACTORS = {
     "num_micro_batches": [1, 2],
     "is_split": [False],
 }
-
-
-PLANNED = config_of(97, num_layers=3, dropout=0.2)
 
 
 def is_possible(combination: dict) -> bool:
@@ -112,68 +100,6 @@ def test_dropout_is_replayed_to_the_bit():
     for plain, recomputed in zip(results[::2], results[1::2], strict=True):
         assert_same_bits(recomputed, plain)
         assert plain[0].losses != train_whole(config_of(97), 2).losses
-
-
-@cache
-def tight_plan(tensor_size: int, is_split: bool, context_size: int) -> ActivationsConfig:
-    """Return settings with little more than the least budget, which an imitated rank has found."""
-    num_ranks = tensor_size * context_size
-    with imitated_world(0, num_ranks, num_ranks, "gloo"):
-        mesh = Mesh.create(tensor_size, context_size=context_size)
-        tokens = layout_of(mesh.tensor, is_split, mesh.context)
-        model = build(PLANNED, tokens, ActivationsConfig("planned", budget_gb=1e-9))
-        with pytest.raises(ConfigError, match="least possible, ") as refusal:
-            model(*batch(PLANNED, 0, 0, 0))
-    (least,) = re.findall(r"least possible, ([0-9.e-]+)", str(refusal.value))
-    return ActivationsConfig("planned", budget_gb=1.02 * float(least))
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "cases"),
-    [
-        (2, [(1, False, 1, 3)]),
-        pytest.param(2, [(1, False, 1, stage) for stage in (0, 1, 2)], marks=pytest.mark.full),
-        (4, [(2, True, 2, 3)]),
-        pytest.param(4, [(2, False, 1, 1)], marks=pytest.mark.full),
-    ],
-)
-def test_plans_keep_the_bits_in_all_stages(num_ranks: int, cases: list[tuple]):
-    """Cases are sizes of the tensor and the context axis, whether tokens are split between them, and a stage."""
-    runs = [
-        (PLANNED, tensor_size, is_split, ZeroConfig(stage, 2000), 2, how, context_size)
-        for tensor_size, is_split, context_size, stage in cases
-        for how in (ActivationsConfig(), tight_plan(tensor_size, is_split, context_size))
-    ]
-    results = run_cases(num_ranks, train, runs)
-    for plain, by_plan in zip(results[::2], results[1::2], strict=True):
-        assert_same_bits(by_plan, plain)
-
-
-def gathers_of_a_plan() -> tuple[int, int, bool]:
-    """Return the numbers of gathers and of tensors that a plan divides, and whether it keeps the bits."""
-    mesh, config = Mesh.create(2), config_of(97)
-    plain, by_plan = (build(config, ReplicatedTokens(mesh.tensor)) for _ in range(2))
-    sample = torch.zeros(BATCH * SEQ, config.hidden_size, requires_grad=True), Sequences(BATCH)
-    free = Hardware(tensor_gb_per_second=1e9)
-    blocks = list(by_plan.blocks)
-    plans = planned(blocks, sample, budget_gb=1, hardware=free, replicas=mesh.tensor, stores=("partition",))
-    num_gathers = []
-    for model in (plain, by_plan):
-        with mesh.log.keeping_events(lambda: 0) as events:
-            model(*batch(config, 0, 0, 0)).backward()
-        num_gathers.append(sum(event.op == "all_gather" for event in events))
-    assert plans.plan is not None
-    divided = [node for node, store in plans.plan.first.placements.items() if store == "partition"]
-    is_equal = all(
-        one.grad.equal(other.grad) for one, other in zip(plain.parameters(), by_plan.parameters(), strict=True)
-    )
-    return num_gathers[1] - num_gathers[0], len(divided) * len(blocks), is_equal
-
-
-def test_a_plan_divides_what_all_tensor_ranks_hold():
-    for num_gathers, num_divided, is_equal in run_ranks(2, gathers_of_a_plan):
-        assert num_gathers == num_divided > 0
-        assert is_equal
 
 
 @pytest.mark.parametrize(

@@ -95,15 +95,6 @@ def test_compiled_blocks_that_multiply_in_fp8_divide_exactly(matmul, is_exact, m
     assert bool(call.kwargs["options"]) == is_exact
 
 
-def test_a_plan_refuses_documents_that_the_kernel_of_variable_lengths_keeps_apart(monkeypatch):
-    options = "--activations.store=planned", "--data.mask_documents=true", "--train.precision=bf16"
-    settings = parse_settings([f"--config={BASE}", *options, "--model.dropout=0", "--model.head_dim=8"])
-    build(settings, Mesh.create(1), torch.device("cpu"))
-    monkeypatch.setattr("gpt.kernels.documents.device_has_kernel", lambda _device: True)
-    with pytest.raises(ConfigError, match=r"data\.mask_documents .*choose model\.attention=math"):
-        build(settings, Mesh.create(1), torch.device("cpu"))
-
-
 def test_bits_that_no_number_of_ranks_changes_need_torchs_deterministic_kernels_on_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     chosen = mock.Mock(side_effect=InterruptedError)  # nothing is built for a GPU

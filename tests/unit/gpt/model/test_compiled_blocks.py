@@ -7,6 +7,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpt.model import compiled_blocks
@@ -82,3 +83,41 @@ def test_a_compiler_that_is_not_installed_is_named(device: str, name: str, monke
     monkeypatch.setattr(shutil, "which", lambda _name: None)
     with pytest.raises(ConfigError, match=f"train.compile=blocks needs .*{name}"):
         compiled_blocks.check_compiler(torch.device(device))
+
+
+def trained(budget: float | None, lengths: list[int]) -> tuple[list[int], dict[str, torch.Tensor]]:
+    """Return the bytes that each forward of a block saves for backward, and the gradients of all.
+
+    The model is evaluated first, as a run may be.
+    """
+    gpt = gpt_of(1)
+    parameters = {param.untyped_storage().data_ptr() for param in gpt.parameters()}
+    compiled_blocks.compile_blocks(gpt, "nothing", Backend("aot_eager_decomp_partition"), budget=budget)
+    gpt.eval()
+    with torch.no_grad():
+        gpt(IDS)
+    gpt.train()
+    num_bytes = []
+    for length in lengths:
+        saved: dict[int, int] = {}
+
+        def keep(tensor: torch.Tensor, saved: dict[int, int] = saved) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            saved[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = gpt(IDS[:, :length], IDS[:, :length]).sum()
+        num_bytes.append(sum(size for place, size in saved.items() if place not in parameters))
+        loss.backward()
+    return num_bytes, {name: param.grad for name, param in gpt.named_parameters()}
+
+
+def test_blocks_save_less_within_a_budget_and_have_the_same_gradients():
+    """Sequences of another length have another graph, which has the budget too."""
+    (all_of_it, all_of_short), expected = trained(None, [8, 6])
+    (half, half_of_short), found = trained(0.5, [8, 6])
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    (inputs,), _ = trained(0.0, [8])
+    assert inputs < half < all_of_it
+    assert half_of_short < all_of_short

@@ -13,8 +13,7 @@ from gpt.settings.tree import help_text
 from parallel.validation.errors import ConfigError
 from tests.unit.gpt.settings.test_settings import BASE
 
-PLANNED, FP8 = "--activations.store=planned", "--train.matmul=fp8"
-NOT_PLANNED = "activations.store=planned does not work with"
+BUDGET, COMPILED = "--activations.budget=0.5", "--train.compile=blocks"
 FILE = "{optimizer: {lr: 0.5, eps: 0.25, clip_norm: 7.0}}"
 
 
@@ -107,9 +106,12 @@ def test_a_mistake_in_an_option_is_explained(arguments: list[str], message: str)
         (["--optimizer.implementation=apex", "--optimizer.cautious_decay=true"], "optimizer.implementation=apex has"),
         (["--optimizer.name=sgd", "--optimizer.momentum=0"], "optimizer.momentum=0.0 has no Nesterov momentum"),
         (["--dry_run.world_size=4", "--dry_run.rank=4"], "dry_run.rank=4 is not one of the 4 ranks; choose 0 to 3"),
-        ([PLANNED, "--train.compile=blocks"], f"{NOT_PLANNED} train.compile=blocks; choose"),
-        ([PLANNED, FP8, "--parallel.tensor_size=2"], f"{NOT_PLANNED} train.matmul=fp8 and parallel.tensor_size=2"),
-        ([PLANNED, FP8, "--train.fp8.keep_last=1"], f"{NOT_PLANNED} train.matmul=fp8 and train.fp8.keep_first=0, keep"),
+        ([BUDGET, "--model.dropout=0"], f"{BUDGET[2:]} is for compiled blocks, and train.compile=none; choose"),
+        ([BUDGET, COMPILED, "--model.dropout=0.1"], f"{BUDGET[2:]} does not work with model.dropout=0.1, for which"),
+        (
+            [BUDGET, COMPILED, "--activations.store=keep"],
+            f"{BUDGET[2:]} divides what store=none keeps, and store=keep;",
+        ),
     ],
 )
 def test_settings_that_contradict_each_other_are_explained(arguments: list[str], message: str):
@@ -130,7 +132,7 @@ def test_settings_that_contradict_each_other_are_explained(arguments: list[str],
         ["--optimizer.implementation=apex"],
         ["--data.mask_documents=true"],
         ["--model.mup_base_width=32", "--optimizer.name=adamw8bit"],
-        [PLANNED, FP8, "--data.mask_documents=true", "--parallel.context_size=2"],
+        [COMPILED, "--model.dropout=0", "--activations.budget=0"],
     ],
     ids=lambda arguments: arguments[-1],
 )

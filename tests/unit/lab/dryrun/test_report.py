@@ -1,18 +1,20 @@
 """The report of a dry run: what fits, up to the last byte, and its line about the host's memory."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
 
+from gpt.monitor.console import RunConsole
 from gpt.settings.optimizer import OptimizerSettings
 from lab.dryrun.dry_run import DEVICE, HOST, Recording, dry_run
 from lab.dryrun.projection import Timeline
-from lab.dryrun.report import make_report
+from lab.dryrun.report import make_report, run_and_report
 from lab.measure.cluster import ClusterSpec
 from lab.planner.depth import Estimate
 from lab.planner.layouts import CandidateLayout, Prediction, fits
-from lab.planner.plan_report import too_large_line
+from lab.planner.plan_report import constraint_lines, too_large_line
 from lab.planner.search import Search
 from parallel.memory_kinds import TensorKind
 from parallel.validation.errors import ConfigError
@@ -49,6 +51,15 @@ def test_every_choice_of_the_settings_has_a_dry_run(cases: list[dict[str, Any]])
             found = dry_run(shallow(*(f"--{name}={value}" for name, value in case.items())))
             where = HOST if case["offload.mode"] == "host" else DEVICE
             assert found.resident[where][TensorKind.MOMENTS] > 0
+
+
+def test_a_budget_of_activations_is_said_to_have_no_price(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    options = "--train.compile=blocks", "--activations.store=none", "--model.dropout=0", "--activations.budget=0.5"
+    chosen = shallow(*options, f"--run.dir={tmp_path}")
+    run_and_report(chosen, RunConsole(is_quiet=False))
+    line = "activations.budget=0.5 is not priced: a step needs less memory, and more time, than is stated here"
+    assert line in " ".join(capsys.readouterr().out.split())
+    assert [*constraint_lines(chosen, {})][-1] == line, "of the planner"
 
 
 def with_memory(device_bytes: int, host_bytes: int, gpus_per_node: int) -> ClusterSpec:

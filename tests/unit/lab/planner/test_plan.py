@@ -61,7 +61,7 @@ def test_offload_fits_a_model_whose_states_exceed_the_device():
     either = search(*small, "--offload.mode=auto", world_size=16)
     plan = either.plan()
     offloaded = [found for found in plan.fitting if found.layout.offload == "host"]
-    for found in (one for one in offloaded if one.layout.store != "planned"):  # a plan fills what is left
+    for found in offloaded:
         without = either.predict(dataclasses.replace(found.layout, offload="accelerator"))
         assert found.device_bytes < without.device_bytes
         assert found.host_bytes > without.host_bytes
@@ -121,10 +121,7 @@ def test_documents_kept_apart_take_a_mask_if_the_kernel_does_not_suit(precision:
 
 def test_every_store_and_local_accumulation_is_considered():
     layouts = list(candidate_layouts(8, settings("--train.global_batch_size=64")))
-    stores = {"none", "selective", "keep", "partition", "partition_host"}
-    assert {layout.store for layout in layouts} == stores
-    with_plans = candidate_layouts(8, settings("--train.global_batch_size=64", "--activations.store=planned"))
-    assert {layout.store for layout in with_plans} == stores | {"planned"}
+    assert {layout.store for layout in layouts} == {"none", "selective", "keep", "partition", "partition_host"}
     assert {layout.stage for layout in layouts if layout.accumulate == "local"} == {3}
     stage_1 = CandidateLayout(tensor_size=16, stage=1, store="keep", micro_batch_size=8)
     local = dataclasses.replace(stage_1, stage=2, accumulate="local")
@@ -150,29 +147,6 @@ def test_three_micro_batches_are_recorded_and_have_the_time_and_memory_of_seven(
     assert of_three.seconds == pytest.approx(of_seven.seconds, rel=1e-9)
     tokens_and_losses = 4 * ((32 + 1) * 8 + 4)
     assert of_seven.device_peak_bytes - of_three.device_peak_bytes == tokens_and_losses
-
-
-def test_a_plan_of_activations_fills_the_memory_that_the_rest_leaves(monkeypatch: pytest.MonkeyPatch):
-    for name, value in (("MOST_PLANS", 1), ("BEAM", 2)):  # for speed
-        monkeypatch.setattr(f"zero.activations.plans.planner.{name}", value)
-    monkeypatch.setattr(depth, "DEPTHS", (2, 4))
-    shape = "--model.num_layers=3", "--train.micro_batch_size=4", "--model.attention=flash", "--model.dropout=0"
-    chosen = shallow(*shape, "--parallel.tensor_size=1", "--zero.stage=1", "--dry_run.world_size=2")
-    layout = CandidateLayout(1, 1, "planned", 4)
-
-    def of(store: str, num_bytes: float = 1e9) -> Estimate:
-        cluster = dataclasses.replace(DGX_2, gpu_memory_gib=(num_bytes + 1e9) / 2**30)
-        return Search(chosen, cluster, 2).estimate(dataclasses.replace(layout, store=store))
-
-    none, keep = of("none"), of("keep")
-    room = (none.device_peak_bytes + keep.device_peak_bytes) / 2
-    found = of("planned", room)
-    assert keep.device_peak_bytes < found.device_peak_bytes <= room
-    assert none.seconds < found.seconds < keep.seconds
-    assert of("planned", 1e3).device_peak_bytes > 1e3, "the least possible plan does not fit"
-    as_run = Search(chosen, DGX_2, 2).settings_of(layout, found)
-    peak = dry_run(dataclasses.replace(as_run, dry_run=chosen.dry_run)).peak[DEVICE]
-    assert sum(peak.values()) == found.device_peak_bytes
 
 
 def prediction(store: str, seconds: float) -> Prediction:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import zero.fp8
 from parallel.validation.errors import ConfigError
@@ -235,3 +236,10 @@ def test_weights_that_others_read_too_are_not_left_to_fp8():
 def test_what_cannot_be_converted_is_refused(module, options, named):
     with pytest.raises(ConfigError, match=named):
         zero.fp8.convert(module, **options)
+
+
+def test_a_product_that_is_traced_has_its_flops():
+    codes = torch.empty(16, 32, dtype=torch.float8_e4m3fn, device="meta")
+    with FlopCounterMode(display=False) as counter:
+        torch.ops.zero.scaled_mm(codes, codes.t(), [], [], torch.bfloat16, False)
+    assert counter.get_total_flops() == 2 * 16 * 16 * 32
