@@ -86,8 +86,6 @@ def link_mode() -> str:
 
 def install_by_uv(arguments: list[str]) -> None:
     """Install by uv. Raises UvCannot."""
-    if not importlib.util.find_spec("uv"):
-        raise UvCannot("there is no uv")
     options, variables = uv_settings(pip_settings())
     environment = {"UV_LINK_MODE": link_mode()} | os.environ | variables
     command = [*UV, "pip", "install", "--python", sys.executable, *options, *arguments]
@@ -95,9 +93,16 @@ def install_by_uv(arguments: list[str]) -> None:
         raise UvCannot(f"uv failed with exit code {code}")
 
 
+def main(arguments: list[str]) -> int:
+    """Install, and return the exit code."""
+    if importlib.util.find_spec("uv"):
+        try:
+            install_by_uv(arguments)
+            return 0
+        except (UvCannot, subprocess.CalledProcessError) as error:
+            print(f"setup: {error}; pip goes on, which takes minutes", file=sys.stderr)
+    return subprocess.run([*PIP, "install", *arguments], check=False).returncode
+
+
 if __name__ == "__main__":
-    try:
-        install_by_uv(sys.argv[1:])
-    except (UvCannot, subprocess.CalledProcessError) as error:
-        print(f"setup: {error}; pip goes on, which takes minutes", file=sys.stderr)
-        sys.exit(subprocess.run([*PIP, "install", *sys.argv[1:]], check=False).returncode)
+    sys.exit(main(sys.argv[1:]))
