@@ -6,6 +6,8 @@ cores       Those of the NUMA node of the rank's GPU, if sysfs names it: other c
             through the link between the processors.
 memory      Segments that grow leave fewer gaps between tensors of different sizes. Torch rounds pinned memory up to a
             power of two; from `EXACT_PINNED_MB` on, it gets the size that is asked for (torch 2.13 can, 2.11 cannot).
+pages       On a CPU, torch asks for pages of 2 MB instead of 4 KB for tensors of at least that size. The logits of a
+            micro-batch are freed and allocated again in each, and their memory would fault page by page.
 launches    With one queue from the host to the device, kernels and collectives start in the order of their launch.
 NCCL        Torch writes its record of the last collectives, by the flight recorder, to the folder of the run.
 """
@@ -51,6 +53,12 @@ def set_variables(
     for number in range(len(missing), 0, -1):
         if set_allocator(",".join(filter(None, [own, *missing[:number]]))):
             return
+
+
+def use_large_pages(environment: MutableMapping[str, str], device: torch.device) -> None:
+    """Let torch's allocator of the CPU use large pages. It reads the variable when it first allocates."""
+    if device.type == "cpu":
+        environment.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 def share_cores(

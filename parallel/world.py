@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from parallel import watchdog
 from parallel.pairwise import complete_all
-from parallel.process_defaults import num_gpus_of_node, set_variables, share_cores
+from parallel.process_defaults import num_gpus_of_node, set_variables, share_cores, use_large_pages
 from parallel.store import FAILURE_KEY, has_failed_elsewhere, num_failures
 from parallel.torch_internals import FakeStore, default_store, take_default_timeout
 from parallel.validation.errors import ConfigError, NodeError
@@ -119,6 +119,7 @@ def start_world(options: StartOptions = StartOptions()) -> World:
     device = _choose_device(options.device, local_rank, local_size)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    use_large_pages(os.environ, device)
     share_cores(os.environ, local_size, device, options.fixes_kernels)
     if size > 1:
         # The ranks agree on a prefix of the store before the process group uses it: a group that reads the keys of an

@@ -24,17 +24,21 @@ install_packages() {
     # Removed before anything is installed: after an interruption the next run must not find the file and skip the rest.
     rm -f .venv/complete
     [[ -x .venv/bin/python ]] || require_python python3
-    echo "setup: making .venv; the first time takes a few minutes"
+    echo "setup: making .venv; the first time may take minutes"
     [[ -x .venv/bin/pip ]] || python3 -m venv .venv
     require_python .venv/bin/python ", and remove .venv"
 
+    # uv installs the other packages in a tenth of pip's time, by scripts/install.py.
+    local why pip=(.venv/bin/python -m pip --disable-pip-version-check --no-input)
+    why=$("${pip[@]}" install -qq uv==0.13.9 2>&1) || echo "setup: pip installs, as it cannot get uv: ${why##*$'\n'}" >&2
+
     # Torch is installed first and alone, because no other package may come from its index. On a machine without a GPU
     # set TORCH_INDEX_URL to an index of CPU builds; the default one sends gigabytes of CUDA libraries.
-    local pip=(.venv/bin/python -m pip --disable-pip-version-check --no-input install)
     echo "setup: 1 of 2, torch"
-    "${pip[@]}" ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} "$(grep '^torch==' requirements.txt)"
+    env ${TORCH_INDEX_URL:+"PIP_INDEX_URL=$TORCH_INDEX_URL"} \
+        .venv/bin/python scripts/install.py "$(grep '^torch==' requirements.txt)"
     echo "setup: 2 of 2, everything else"
-    "${pip[@]}" --requirement requirements.txt
+    .venv/bin/python scripts/install.py --requirement requirements.txt
     fingerprint >.venv/complete
     echo "setup: done"
 }

@@ -33,6 +33,15 @@ def test_launches_are_ordered_only_if_asked_and_nccls_record_goes_to_the_run_unl
         assert environment["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
 
+@pytest.mark.parametrize(
+    ("device", "given", "expected"), [(CPU, {}, "1"), (CPU, {"THP_MEM_ALLOC_ENABLE": "0"}, "0"), (GPU, {}, None)]
+)
+def test_tensors_of_a_cpu_lie_in_large_pages_unless_the_user_has_set_it(device, given, expected):
+    environment = dict(given)
+    defaults.use_large_pages(environment, device)
+    assert environment.get("THP_MEM_ALLOC_ENABLE") == expected
+
+
 PINNED, SEGMENTS = "pinned_max_round_threshold_mb:1", "expandable_segments:True"
 
 

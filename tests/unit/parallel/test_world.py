@@ -124,6 +124,7 @@ def test_the_ranks_of_gpus_meet_by_nccl(monkeypatch):
 def test_a_process_alone_starts_no_process_group(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(world, "use_large_pages", mock.Mock())
     monkeypatch.setattr(world, "share_cores", mock.Mock())
     assert start_world(StartOptions(device="cpu")) == World(0, 1, 0, 1, torch.device("cpu"))
     assert not dist.is_initialized()

@@ -1,0 +1,79 @@
+"""`scripts/install.py` gives uv the settings of pip, and installs by pip if uv cannot."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.source_files import ROOT
+
+# Records its arguments and some variables, and exits as it is told.
+UV = """
+import json, os, sys
+if sys.argv[1:] == ["cache", "dir"]:
+    print(os.environ["CALLS"])
+else:
+    seen = {name: os.environ.get(name) for name in ("SSL_CERT_FILE", "UV_HTTP_TIMEOUT", "HTTPS_PROXY", "UV_LINK_MODE")}
+    open(os.environ["CALLS"], "w").write(json.dumps([sys.argv[1:], seen]))
+    sys.exit(int(os.environ.get("ENDS", 0)))
+"""
+
+
+def install(folder: Path, configuration: str = "", **variables: str) -> tuple[list[str], dict[str, str | None], str]:
+    """Return (uv's arguments, the variables that it had, the output) of installing pytest, which is installed."""
+    calls = folder / "calls"
+    calls.unlink(missing_ok=True)
+    (folder / "uv.py").write_text(UV)
+    (folder / "pip.conf").write_text(configuration)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "UV_", "SSL_"))}
+    own = {"PYTHONPATH": str(folder), "PIP_CONFIG_FILE": str(folder / "pip.conf"), "CALLS": str(calls)}
+    command = [sys.executable, ROOT / "scripts" / "install.py", "pytest"]
+    ended = subprocess.run(command, env=kept | own | variables, capture_output=True, text=True, check=False)
+    arguments, seen = json.loads(calls.read_text()) if calls.exists() else ([], {})
+    return arguments, seen, ended.stdout + ended.stderr
+
+
+def test_uv_gets_pips_settings(tmp_path):
+    configuration = """
+[global]
+index-url = https://a/simple
+extra-index-url = https://b/simple
+    https://c/simple
+timeout = 7
+pre = false
+[install]
+find-links = /wheels
+no-index = true
+[download]
+only-binary = :all:
+"""
+    variables = {"PIP_INDEX_URL": "https://d/simple", "PIP_CERT": "/ca.pem", "PIP_PROXY": "p:1", "PIP_NO_INPUT": "1"}
+    arguments, seen, said = install(tmp_path, configuration, PIP_TRUSTED_HOST="", **variables)
+    options = " ".join(arguments)
+    assert arguments[:2] == ["pip", "install"]
+    assert arguments[-1] == "pytest"
+    assert " --default-index https://d/simple " in options
+    assert " --extra-index-url https://b/simple --extra-index-url https://c/simple " in options
+    assert " --find-links /wheels " in options
+    assert "--no-index" in arguments
+    assert not {"--prerelease=allow", "--only-binary", "--allow-insecure-host"} & set(arguments)
+    names = ("SSL_CERT_FILE", "UV_HTTP_TIMEOUT", "HTTPS_PROXY", "UV_LINK_MODE")
+    assert [seen[name] for name in names[:3]] == ["/ca.pem", "7", "p:1"]
+    assert "pip goes on" not in said
+
+
+@pytest.mark.parametrize(
+    ("variables", "reason"),
+    [
+        ({"ENDS": "2"}, "setup: uv failed with exit code 2; pip goes on"),
+        ({"PIP_REQUIRE_HASHES": "0"}, "setup: uv has nothing for pip's setting require-hashes=0; pip goes on"),
+    ],
+)
+def test_pip_installs_what_uv_cannot_and_says_why(tmp_path, variables, reason):
+    _, _, said = install(tmp_path, **variables)
+    assert said.count("setup: ") == 1
+    assert reason in said
+    assert "Requirement already satisfied: pytest" in said
