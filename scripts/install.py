@@ -32,15 +32,15 @@ OF_PIP_ALONE = {
     "log",
     "no-color",
     "no-input",
-    "no-warn-conflicts",
+    "quiet",
+    "verbose",
 }
 OF_PIP_ALONE |= {
+    "no-warn-conflicts",
     "no-warn-script-location",
     "progress-bar",
-    "quiet",
     "require-virtualenv",
     "root-user-action",
-    "verbose",
 }
 
 
@@ -73,7 +73,7 @@ def uv_settings(settings: dict[str, str]) -> tuple[list[str], dict[str, str]]:
         elif name in VARIABLES:
             variables |= dict.fromkeys(VARIABLES[name], value)
         elif name not in OF_PIP_ALONE:
-            raise UvCannot(f"uv has nothing for pip's setting {name}={value}")
+            raise UvCannot(f"uv has nothing for pip's setting {name}")  # its value may be a secret
     return options, variables
 
 

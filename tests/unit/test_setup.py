@@ -69,7 +69,7 @@ only-binary = :all:
     ("variables", "reason"),
     [
         ({"ENDS": "2"}, "setup: uv failed with exit code 2; pip goes on"),
-        ({"PIP_REQUIRE_HASHES": "0"}, "setup: uv has nothing for pip's setting require-hashes=0; pip goes on"),
+        ({"PIP_REQUIRE_HASHES": "0"}, "setup: uv has nothing for pip's setting require-hashes; pip goes on"),
     ],
 )
 def test_pip_installs_what_uv_cannot_and_says_why(tmp_path, variables, reason):
