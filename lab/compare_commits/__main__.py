@@ -95,7 +95,7 @@ class Side:
             return folder
         steps = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
         ranks = _of_ranks(folder, case)
-        weights = {}
+        weights: dict[str, str] = {}
         for path in (folder / "weights").glob("*.safetensors"):
             weights |= _hashes(path)
         return Measured(steps, weights, [rank["messages"] for rank in ranks], [rank["operations"] for rank in ranks])
@@ -187,9 +187,10 @@ def times_table(before: Side, after: Side, num_rounds: int) -> list[str]:
     """Time both sides in rounds; return a table of the medians of a round, with quartiles over the rounds."""
     lines = []
     for case in timed():
-        found = in_rounds({one: partial(one.step_times, case) for one in (before, after)}, num_rounds)
+        sides = {"before": partial(before.step_times, case), "after": partial(after.step_times, case)}
+        found = in_rounds(sides, num_rounds)
         for number, what in enumerate(("step", "processor")):
-            of_before, of_after = ([times[number] for times in found[one]] for one in (before, after))
+            of_before, of_after = ([times[number] for times in found[one]] for one in sides)
             numbers = quartiles(of_before), quartiles(of_after), quartiles(ratios(of_after, of_before))
             forms = ".2f", ".2f", ".3f"
             lines.append([case.name, what, *(format(one, form) for one, form in zip(numbers, forms, strict=True))])
