@@ -187,10 +187,10 @@ def times_table(before: Side, after: Side, num_rounds: int) -> list[str]:
     """Time both sides in rounds; return a table of the medians of a round, with quartiles over the rounds."""
     lines = []
     for case in timed():
-        sides = {"BEFORE": before, "AFTER": after}
-        found = in_rounds({name: partial(side.step_times, case) for name, side in sides.items()}, num_rounds)
+        sides = {"before": partial(before.step_times, case), "after": partial(after.step_times, case)}
+        found = in_rounds(sides, num_rounds)
         for number, what in enumerate(("step", "processor")):
-            of_before, of_after = ([times[number] for times in found[name]] for name in sides)
+            of_before, of_after = ([times[number] for times in found[one]] for one in sides)
             numbers = quartiles(of_before), quartiles(of_after), quartiles(ratios(of_after, of_before))
             forms = ".2f", ".2f", ".3f"
             lines.append([case.name, what, *(format(one, form) for one, form in zip(numbers, forms, strict=True))])
