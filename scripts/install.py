@@ -62,7 +62,7 @@ def pip_settings() -> dict[str, str]:
 def uv_settings(settings: dict[str, str]) -> tuple[list[str], dict[str, str]]:
     """Return the options and the variables that give uv these settings of pip. Raises UvCannot."""
     # Of several indexes, pip takes the best version, and uv by itself the first index that has the package.
-    options, variables = ["--index-strategy", "unsafe-best-match"], {}
+    options, variables = ["--index-strategy", "unsafe-best-match"], dict[str, str]()
     for name, value in settings.items():
         if name in ONE:
             options += [ONE[name], value]
