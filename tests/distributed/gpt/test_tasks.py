@@ -145,8 +145,8 @@ def test_a_run_logs_the_metrics_of_its_tasks_with_a_context_as_without(files, tm
         "train__task_every": 2,
         "train__task_questions": 2,
         "train__steps": 3,
+        "model__seq_length": 32,
     }
-    settings |= {"train__eval_samples": 0, "train__sample_tokens": 0, "model__seq_length": 32}
     alone = run(1, corpus, tmp_path / "alone", **settings)
     with_context = run(2, corpus, tmp_path / "context", parallel__context_size=2, **settings)
     found = [{name: value for name, value in step.items() if name.startswith("task/")} for step in alone]
