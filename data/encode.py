@@ -103,8 +103,8 @@ def _tokenizer_of_this_process(path: str, eod: int, bos: int | None) -> Tokenize
 def encode_in_order(encoder: Encoder, documents: Iterable[Document], num_workers: int) -> Iterator[Encoded]:
     """Encode batches of documents in `num_workers` processes and yield them in the order in which they were read."""
     pending: deque[Future[Encoded]] = deque()
-    # "spawn" and not "fork": a process forked after the tokenizer's threads have run can deadlock.
-    pool = ProcessPoolExecutor(num_workers, get_context("spawn"), initializer=_start_worker)
+    # "forkserver" and not "fork": a process forked after the tokenizer's threads have run can deadlock.
+    pool = ProcessPoolExecutor(num_workers, get_context("forkserver"), initializer=_start_worker)
     try:
         for batch in _batches(documents):
             pending.append(pool.submit(encoder, batch))

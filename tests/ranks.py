@@ -34,7 +34,9 @@ from tests.pairwise import noting
 MASTER_ADDRESS = "127.0.0.1"
 WAIT_FOREVER = timedelta(days=1)  # `collect` ends the ranks that wait for one that never comes
 LATE_DEATH_SECONDS = 10.0  # for which a death is waited for after an error that it may have caused
-PRELOADED = ["tests.twins", "pretrain_gpt"]  # they import what most tests need, among it torch and transformers
+
+# What most tests need, among it torch and transformers. It is set here, before any process starts the server.
+multiprocessing.set_forkserver_preload(["tests.twins", "pretrain_gpt", "gpt.monitor.plot", "data.encode"])
 
 
 class RankError(Exception):
@@ -156,7 +158,7 @@ def torchrun_environment(rank: int, num_ranks: int, port: int) -> dict[str, str]
 
 
 def start_worker(rank: int) -> Worker:
-    """Spawn rank 0, and fork the others from a server that has imported `PRELOADED` and has run nothing.
+    """Spawn rank 0, and fork the others from a server that has imported what most need and has run nothing.
 
     Forked ranks iterate over sets in the same order, since they share a hash seed and addresses. Rank 0 has its own, as
     every process of a real run does: code that depends on such an order differs there.
@@ -222,11 +224,8 @@ def dump_stacks(workers: list[Worker]) -> None:
 
 
 def start_process(method: str, function: Callable[..., Any], *args: Any) -> BaseProcess:
-    """Start a process that calls a function, by a method of `multiprocessing`; a fork server has `PRELOADED`."""
-    context = multiprocessing.get_context(method)
-    if method == "forkserver":
-        context.set_forkserver_preload(PRELOADED)
-    process = context.Process(target=function, args=args, daemon=True)
+    """Start a process that calls a function, by a method of `multiprocessing`."""
+    process = multiprocessing.get_context(method).Process(target=function, args=args, daemon=True)
     with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):  # read when torch is imported
         process.start()
     return process

@@ -34,6 +34,7 @@ class Records:
         self._sinks: list[SinkThread] = []
         self._spikes = SpikeDetector(SPIKE_FACTOR, decay=1 - 1 / NUM_AVERAGED, num_warmup=NUM_AVERAGED)
         self._summary: dict[str, Any] = {}
+        self._last_plotted: dict[str, Any] = {}
 
     def warn_if_rate_changed(self, num_done: int) -> None:
         """Warn if the settings give the last logged step another learning rate than it had."""
@@ -124,10 +125,12 @@ class Records:
         return f"the loss is {loss:.4g}, {loss / self._spikes.mean.item():.1f} times its mean"
 
     def _plot(self, records: list[dict[str, Any]]) -> bool:
-        """Plot the loss of all steps; return whether the file could be written."""
+        """Plot the loss of all steps, unless the last plot shows them; return whether the file could be written."""
         plot = self.folder / LOSS_PLOT
-        with written_if_possible(plot):
-            from gpt.monitor.plot import plot_loss  # imported here, because only the first rank needs matplotlib
+        if records[-1] != self._last_plotted:
+            with written_if_possible(plot):
+                from gpt.monitor.plot import plot_loss  # imported here, because only the first rank needs matplotlib
 
-            plot_loss(records, plot)
+                plot_loss(records, plot)
+                self._last_plotted = records[-1]
         return plot.is_file()

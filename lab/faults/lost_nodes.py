@@ -61,10 +61,12 @@ By = Literal["kill", "link"]
 Source = Literal["snapshot", "checkpoint"]  # what a run goes on from
 
 
-def launch(nodes: list[Node], settings: dict[str, object], run_dir: Path, min_nodes: int = 1) -> Job:
-    """Launch a run elastically, by an agent on each node."""
+def launch(
+    nodes: list[Node], settings: dict[str, object], run_dir: Path, min_nodes: int = 1, num_ranks: int = NUM_RANKS
+) -> Job:
+    """Launch a run elastically, by an agent on each node, with so many ranks on each."""
     names = ",".join(node.address for node in nodes)
-    own = ["--nodes", names, f"--num_ranks={NUM_RANKS}", f"--min_nodes={min_nodes}", "--wait=60", "--"]
+    own = ["--nodes", names, f"--num_ranks={num_ranks}", f"--min_nodes={min_nodes}", "--wait=60", "--"]
     program = ["pretrain_gpt.py", *as_options(settings | {"run.dir": run_dir})]
     words = [sys.executable, "-m", "gpt.elastic", *own, *program]
     commands = {node.name: node.command(words, "mount -t tmpfs tmpfs /dev/shm") for node in nodes}
@@ -82,7 +84,9 @@ def lose(job: Job, lost: list[Node], step: int, by: By = "kill") -> Loss:
     return _end_after(job, lost)
 
 
-def damage_snapshots(job: Job, nodes: list[Node], step: int, chance: random.Random) -> tuple[Loss, Source]:
+def damage_snapshots(
+    job: Job, nodes: list[Node], step: int, chance: random.Random, num_ranks: int
+) -> tuple[Loss, Source]:
     """Kill all ranks after a step and damage a rank's file in the newest snapshot, or in all, on each node.
 
     Return what it has cost, and from what the run has to go on.
@@ -97,7 +101,7 @@ def damage_snapshots(job: Job, nodes: list[Node], step: int, chance: random.Rand
     found = [_snapshots(job, node) for node in nodes]
     every = sorted({step for on_node in found for step in on_node})
     damaged = every if chance.random() < 0.5 else every[-1:]
-    file = rank_file(Path(), chance.randrange(NUM_RANKS * len(nodes)))
+    file = rank_file(Path(), chance.randrange(num_ranks * len(nodes)))
     for on_node in found:
         for path in (on_node[step] / file for step in damaged if step in on_node):
             if path.exists():
@@ -127,7 +131,13 @@ def _end_after(job: Job, lost: list[Node]) -> Loss:
 
 
 def lose_nodes(
-    number: int, num_lost: int, corpus: Path, folder: Path, source: Source = "snapshot", by: By = "kill"
+    number: int,
+    num_lost: int,
+    corpus: Path,
+    folder: Path,
+    source: Source = "snapshot",
+    by: By = "kill",
+    num_ranks: int = NUM_RANKS,
 ) -> tuple[Loss, str]:
     """Return what a round has lost, and why that is wrong; "" if it is not.
 
@@ -154,11 +164,11 @@ def lose_nodes(
         lost = [nodes[(first + offset) % num_nodes] for offset in range(num_lost)]
         step = this.randrange(1 + every, 16)
         run_dir = folder / f"round-{number}-{source}"
-        job = launch(nodes, settings, run_dir, 1 if by == "kill" else 2)
+        job = launch(nodes, settings, run_dir, 1 if by == "kill" else 2, num_ranks)
         if lost:
             found = lose(job, lost, step, by)
         else:
-            found, source = damage_snapshots(job, nodes, step, this)
+            found, source = damage_snapshots(job, nodes, step, this, num_ranks)
     wrong = []
     if found.source != source:
         wrong.append(f"went on from a {found.source}")

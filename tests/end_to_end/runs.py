@@ -16,12 +16,12 @@ from tests.ranks import MASTER_ADDRESS, run_ranks, torchrun_environment
 
 VOCAB_SIZE = 300  # of the corpus that `lab.faults.runs.prepare_corpus` makes
 TINY_MODEL = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "seq_length": 16, "vocab_size": VOCAB_SIZE}
-PLAIN = {"train__eval_samples": 0, "train__sample_tokens": 0}  # neither evaluation nor generated texts
+EVALUATED = {"train__eval_samples": 8}
 TWO_RANKS = "-m", "parallel.launch", "--standalone", "--nproc-per-node=2"
 
 
 def options(prefix: Path, run_dir: Path, **settings: object) -> list[str]:
-    """Return the command line of a tiny run; the names of `settings` have `__` for the dot."""
+    """Return the command line of a tiny run without evaluation and texts; names of `settings` have `__` for the dot."""
     chosen = {f"model.{name}": value for name, value in (TINY_MODEL | {"dropout": 0.0}).items()} | {
         "data.path": prefix,
         "data.split": "[0.8, 0.1, 0.1]",
@@ -32,8 +32,8 @@ def options(prefix: Path, run_dir: Path, **settings: object) -> list[str]:
         "train.micro_batch_size": 2,
         "train.global_batch_size": 8,
         "train.log_every": 1,
-        "train.eval_samples": 8,
-        "train.sample_tokens": 4,
+        "train.eval_samples": 0,
+        "train.sample_tokens": 0,
     }
     chosen |= {name.replace("__", "."): value for name, value in settings.items()}
     return [f"--{name}={value}" for name, value in chosen.items()]

@@ -80,7 +80,7 @@ def resume_in_turn(runs: list[list[str]]) -> list[tuple[float, float]]:
 
 
 def test_a_run_resumes_by_the_other_implementation_and_with_offload(corpus, tmp_path):
-    settings: dict[str, Any] = {"checkpoint__every": 2, "train__sample_tokens": 0, "schedule__decay": "constant"}
+    settings: dict[str, Any] = {"checkpoint__every": 2, "schedule__decay": "constant"}
     one = run(2, corpus, tmp_path / "one", **settings)
     implementations = [("apex", "accelerator"), ("torch", "host"), ("apex", "accelerator")]
     runs = [

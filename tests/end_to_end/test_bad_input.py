@@ -93,7 +93,7 @@ def test_the_error_of_one_rank_is_printed_and_the_other_rank_ends_without_one(tm
     with IndexedWriter(tmp_path / "bad", np.dtype(np.uint16)) as writer:
         for number in range(200):
             writer.add(np.full(17, 5000 if number % 100 == 99 else 7, dtype=np.uint16), np.array([17]))
-    settings = {"train__global_batch_size": 4, "train__eval_samples": 0, "train__steps": 50}
+    settings = {"train__global_batch_size": 4, "train__steps": 50}
     arguments = options(tmp_path / "bad", tmp_path / "run", **settings)
     assert_told_once(
         said_by_ranks(tmp_path, arguments), r"token id 5000 in sample \d+ .*bad.bin.* is outside model.vocab_size=300"

@@ -26,7 +26,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("evaluated")
     corpus = prepare_corpus(folder)
     settings = {"zero__stage": 3, "train__steps": 3, "checkpoint__every": 3, "checkpoint__weights": True}
-    arguments = options(corpus, folder / "run", train__eval_samples=0, train__sample_tokens=0, **settings)
+    arguments = options(corpus, folder / "run", **settings)
     run_ranks(2, run_on_rank, arguments, init_process_group=False)
     (folder / "text.txt").write_text(TEXT)
     return folder

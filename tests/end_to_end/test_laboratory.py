@@ -15,17 +15,23 @@ from lab.dryrun.__main__ import main
 from lab.faults.runs import prepare_corpus
 from lab.planner import depth
 from lab.planner.plan import main as plan_main
-from tests.end_to_end.runs import PLAIN, TINY_MODEL, options, run_on_rank
-from tests.programs import ROOT, run_python
+from tests.end_to_end.runs import TINY_MODEL, options, run_on_rank
+from tests.programs import ROOT, run_program, run_python, start_forked, wait_for_end
 from tests.ranks import run_ranks
 
 PROGRAM = str(ROOT.resolve() / "pretrain_gpt.py")
 
 
+def run_in(folder: Path, *words: str) -> None:
+    os.chdir(folder)
+    run_program(*words)
+
+
 def test_a_dry_run_starts_in_any_folder(tmp_path: Path):
-    arguments = options(Path("unread"), Path("run"), dry_run__world_size=4)
-    ended = run_python(PROGRAM, *arguments, folder=tmp_path)
-    assert ended.returncode == 0, ended.stderr
+    """It is of a CPU: for GPUs it would load torch's compiler too."""
+    arguments = options(Path("unread"), Path("run"), dry_run__world_size=4, dry_run__backend="gloo")
+    ended = start_forked(tmp_path / "said", run_in, tmp_path, "pretrain_gpt.py", *arguments)
+    assert wait_for_end(ended) == 0, (tmp_path / "said").read_text()
     assert json.loads((tmp_path / "run/report.json").read_text())["world_size"] == 4
 
 
@@ -63,7 +69,7 @@ def test_a_run_starts_from_the_settings_of_a_plan(tmp_path: Path, monkeypatch: p
     cluster.write_text(
         (ROOT / "configs/clusters/dgx-2.yaml").read_text().replace("gpus_per_node: 16", "gpus_per_node: 2")
     )
-    given = options(prepare_corpus(tmp_path), tmp_path / "run", zero__stage=2, **PLAIN)
+    given = options(prepare_corpus(tmp_path), tmp_path / "run", zero__stage=2)
     tokens = 3 * 8 * TINY_MODEL["seq_length"]
     planner = (
         f"--cluster={cluster}",

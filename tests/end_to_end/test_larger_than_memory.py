@@ -77,7 +77,6 @@ def large_run(folder: Path, stage: int) -> list[str]:
         train__steps=3,
         train__micro_batch_size=1,
         train__global_batch_size=NUM_RANKS,
-        train__sample_tokens=0,
         checkpoint__every=3,
         checkpoint__asynchronous=False,
         checkpoint__weights=True,

@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 
 from lab.acceptance.child import as_options
-from lab.faults.lost_nodes import SETTINGS, lose_nodes
+from lab.faults.lost_nodes import NUM_RANKS, SETTINGS, lose_nodes
 from lab.faults.runs import Steps, logged_steps
 from lab.faults.testbed import testbed_problem
 from tests.end_to_end.runs import run_on_rank
 from tests.ranks import run_ranks
 
 ROUNDS = {0: range(10), 1: range(30), 2: range(10)}  # by the number of nodes that are lost at once; 0: damaged files
-BY_DEFAULT = {(1, 0)}  # the first of two nodes
+BY_DEFAULT = (1, 0, 1)  # the first of two nodes is lost, of one rank each: every rank starts Python anew
 
 
 @pytest.fixture(scope="module")
@@ -26,14 +26,17 @@ def undisturbed(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Steps
 
 
 @pytest.mark.parametrize(
-    ("num_lost", "number"),
+    ("num_lost", "number", "num_ranks"),
     [
-        pytest.param(num_lost, number, marks=[] if (num_lost, number) in BY_DEFAULT else pytest.mark.full)
-        for num_lost, numbers in ROUNDS.items()
-        for number in numbers
+        BY_DEFAULT,
+        *(
+            pytest.param(num_lost, number, NUM_RANKS, marks=pytest.mark.full)
+            for num_lost, numbers in ROUNDS.items()
+            for number in numbers
+        ),
     ],
 )
-def test_a_run_goes_on_without_lost_nodes(corpus, undisturbed, tmp_path, num_lost, number):
-    found, wrong = lose_nodes(number, num_lost, corpus, tmp_path)
+def test_a_run_goes_on_without_lost_nodes(corpus, undisturbed, tmp_path, num_lost, number, num_ranks):
+    found, wrong = lose_nodes(number, num_lost, corpus, tmp_path, num_ranks=num_ranks)
     assert not wrong
     assert found.steps == undisturbed

@@ -28,7 +28,7 @@ from parallel.tensor.token_layout import ReplicatedTokens
 from parallel.validation.errors import ConfigError
 from parallel.world import start_world
 from pretrain_gpt import pretrain
-from tests.end_to_end.runs import PLAIN, options, run, run_on_rank
+from tests.end_to_end.runs import EVALUATED, options, run, run_on_rank
 from tests.programs import ROOT
 from tests.ranks import run_ranks
 from tests.recordings import assert_figures_recorded
@@ -40,8 +40,7 @@ MEASURED |= {"seconds_per_step", "unix_time"}
 LAYOUT = {"ranks", "zero_stage", "tensor_size", "context_size"}
 PROMISED_KEYS = MEASURED | LAYOUT | {"step", "loss", "grad_norm", "lr", "tokens", "mfu", "skipped_steps"}
 PROMISED_KEYS |= {"data_axis_bytes", "tensor_axis_bytes"}
-THREE_A_CHECKPOINT = {"schedule__decay": "constant", "checkpoint__every": 3, "train__eval_every": 3}
-FEW_STEPS = {"train__steps": 3} | PLAIN
+THREE_A_CHECKPOINT = {"schedule__decay": "constant", "checkpoint__every": 3, "train__eval_every": 3} | EVALUATED
 
 
 def reproducible(records: list[dict]) -> list[dict]:
@@ -78,9 +77,11 @@ def test_a_run_leaves_its_settings_metrics_and_plot(corpus, ended):
 
 def test_texts_are_generated_on_the_way_and_change_no_loss(corpus, tmp_path):
     """At stage 3 all ranks generate together; dropout shows if a random number is drawn for it."""
-    settings = {"zero__stage": 3, "model__dropout": 0.1, "train__steps": 4, "train__eval_samples": 0}
-    plain = run(2, corpus, tmp_path / "plain", train__sample_tokens=0, **settings)
-    found = run(2, corpus, tmp_path / "run", train__sample_every=2, train__log_every=3, **settings)
+    settings = {"zero__stage": 3, "model__dropout": 0.1, "train__steps": 4}
+    plain = run(2, corpus, tmp_path / "plain", **settings)
+    found = run(
+        2, corpus, tmp_path / "run", train__sample_tokens=4, train__sample_every=2, train__log_every=3, **settings
+    )
     assert {record["step"]: "samples" in record for record in found} == {1: False, 2: True, 3: False, 4: True}
     assert [record["loss"] for record in found] == [record["loss"] for record in plain]
     for sample in found[-1]["samples"]:
@@ -91,7 +92,7 @@ def test_texts_are_generated_on_the_way_and_change_no_loss(corpus, tmp_path):
 
 def test_a_real_run_and_a_dry_one_have_the_same_profile_of_collectives(corpus, tmp_path):
     settings = {"zero__stage": 3, "activations__store": "keep"}
-    run(2, corpus, tmp_path / "real", **FEW_STEPS | {"train__steps": 5}, **settings)
+    run(2, corpus, tmp_path / "real", train__steps=5, **settings)
     dry = {"dry_run__world_size": 2, "dry_run__backend": "gloo"}
     run_and_report(parse_settings(options(corpus, tmp_path / "dry", **settings, **dry)), RunConsole(is_quiet=True))
     found = read_profile(tmp_path / "real")
@@ -102,11 +103,11 @@ def test_a_real_run_and_a_dry_one_have_the_same_profile_of_collectives(corpus, t
 
 def test_every_layout_has_the_same_losses_and_they_are_as_recorded(corpus, tmp_path):
     """The order of samples does not depend on the ranks. Other tests show that no layout changes a step."""
-    expected = run(1, corpus, tmp_path / "one", zero__stage=0)
+    expected = run(1, corpus, tmp_path / "one", zero__stage=0, **EVALUATED)
     recorded = {"one": [same_everywhere(record) for record in expected]}
     for num_ranks, stage, tensor_size in ((2, 1, 2), (4, 2, 2), (2, 3, 1)):
         settings = {"zero__stage": stage, "parallel__tensor_size": tensor_size}
-        settings |= {"parallel__sequence_parallel": stage == 2}
+        settings |= {"parallel__sequence_parallel": stage == 2} | EVALUATED
         found = run(num_ranks, corpus, tmp_path / f"{num_ranks}-{stage}-{tensor_size}", **settings)
         assert all((record["tensor_axis_bytes"] > 0) == (tensor_size > 1) for record in found)
         for key in ("loss", "grad_norm"):
@@ -142,7 +143,7 @@ def test_a_resumed_run_equals_an_undisturbed_one_bit_for_bit(
         "checkpoint__every": 2,
         "checkpoint__keep": 3,
         "train__loss_scale.growth_interval": 2,
-    }
+    } | EVALUATED  # of the last update
     num_ranks = 2 * tensor_size
     undisturbed = run(num_ranks, corpus, tmp_path / "run", **settings)
     for later in range(last_step + 2, 8, 2):
@@ -171,6 +172,7 @@ def test_a_run_that_resumes_from_a_dcp_folder_goes_on_in_the_same_order_of_sampl
 def test_a_run_starts_from_the_weights_that_another_has_left(corpus, tmp_path, ended):
     weights = ended / "weights" / "step-00000006"
     evaluated = {"train__initial_weights": weights, "train__steps": 1, "optimizer__lr": 0, "schedule__warmup_steps": 0}
+    evaluated |= EVALUATED
     for num_ranks, stage, tensor_size in ((1, 0, 1), (4, 3, 2)):
         layout = {"zero__stage": stage, "parallel__tensor_size": tensor_size}
         (found,) = run(num_ranks, corpus, tmp_path / f"from-{stage}", **evaluated, **layout)
@@ -179,7 +181,7 @@ def test_a_run_starts_from_the_weights_that_another_has_left(corpus, tmp_path, e
 
 def test_initial_weights_that_are_gone_are_not_missed_by_a_resume_or_an_evaluation(corpus, tmp_path, ended):
     weights = shutil.copytree(ended / "weights" / "step-00000006", tmp_path / "weights")
-    settings = {"train__initial_weights": weights, "checkpoint__every": 1, "schedule__decay": "constant"} | PLAIN
+    settings = {"train__initial_weights": weights, "checkpoint__every": 1, "schedule__decay": "constant"}
     first = run(1, corpus, tmp_path / "run", **settings, train__steps=1)
     shutil.rmtree(weights)
     assert run(1, corpus, tmp_path / "run", **settings, train__steps=2)[:1] == first
@@ -216,7 +218,7 @@ def test_ramp_up_and_blending_run_through(corpus, tmp_path):
 @pytest.mark.parametrize("name", ["c1", "c5", *(pytest.param(f"c{n}", marks=pytest.mark.full) for n in (2, 3, 4))])
 def test_the_configurations_of_the_papers_table_3_train_alike(corpus, tmp_path, name):
     """C1 to C5 differ in where model states and activations are stored, not in what is computed."""
-    shrunk = {"model__num_layers": 4, **FEW_STEPS, "train__steps": 2}
+    shrunk = {"model__num_layers": 4, "train__steps": 2}
     expected = run(1, corpus, tmp_path / "plain", zero__stage=0, **shrunk)
     config = ["--config", str(ROOT / "configs" / "paper" / f"{name}.yaml")]
     arguments = config + options(corpus, tmp_path / name, parallel__tensor_size=2, **shrunk)

@@ -23,7 +23,7 @@ def run_checked_on_rank(arguments: list[str]) -> list[dict]:
 
 
 def run(corpus: Path, run_dir: Path, on_rank: Callable = run_on_rank, **settings: object) -> list[tuple]:
-    arguments = options(corpus, run_dir, checkpoint__every=3, train__sample_tokens=0, **settings)
+    arguments = options(corpus, run_dir, checkpoint__every=3, **settings)
     records = run_ranks(2, on_rank, arguments, init_process_group=False)[0]
     return [(record["step"], record["loss"], record["grad_norm"]) for record in records]
 

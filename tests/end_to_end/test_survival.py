@@ -28,7 +28,7 @@ from lab.faults.failing_run import Fault
 from parallel.validation.errors import ConfigError
 from parallel.world import start_world
 from pretrain_gpt import pretrain
-from tests.end_to_end.runs import PLAIN, TWO_RANKS, options, run, said_by, started_ranks
+from tests.end_to_end.runs import TWO_RANKS, options, run, said_by, started_ranks
 from tests.programs import (
     HANG_SECONDS,
     ROOT,
@@ -38,7 +38,7 @@ from tests.programs import (
     wait_for_end,
 )
 
-LONG = {"train__steps": 10_000, "model__dropout": 0.1} | PLAIN
+LONG = {"train__steps": 10_000, "model__dropout": 0.1}
 
 
 def losses(records: list[dict]) -> list[tuple]:
@@ -54,7 +54,7 @@ def losses(records: list[dict]) -> list[tuple]:
     ids=["while it saves", "again and again"],
 )
 def test_a_run_that_is_killed_equals_an_undisturbed_one(corpus, tmp_path, num_steps, kills):
-    settings = {"train__steps": num_steps, "checkpoint__every": 2, "model__dropout": 0.1, "zero__stage": 3} | PLAIN
+    settings = {"train__steps": num_steps, "checkpoint__every": 2, "model__dropout": 0.1, "zero__stage": 3}
     undisturbed = run(2, corpus, tmp_path / "undisturbed", **settings)
     arguments = options(corpus, tmp_path / "killed", **settings)
     for attempt in range(len(kills) + 1):
@@ -290,7 +290,7 @@ def test_a_run_rolls_back_and_leaves_the_samples_of_a_bad_loss_out(corpus, tmp_p
 
 
 def test_a_run_rolls_back_before_it_saves_a_checkpoint_after_a_bad_loss(corpus, tmp_path, capsys):
-    settings = {"guard__policy": "roll_back", "checkpoint__every": 2, "train__log_every": 10} | PLAIN
+    settings = {"guard__policy": "roll_back", "checkpoint__every": 2, "train__log_every": 10}
     guarded(corpus, tmp_path / "run", [3], **settings)
     said = "".join(capsys.readouterr().out.split())
     assert f"rolledbackfromstep4to{tmp_path}/run/checkpoints/step-00000002;" in said
@@ -305,7 +305,7 @@ def test_a_run_that_is_stopped_after_a_bad_loss_saves_nothing(corpus, tmp_path, 
         return bad(guard, loss)
 
     every = {"checkpoint__every": 10**6, "train__log_every": 10**6, "train__steps": 10**6}
-    settings = {"guard__policy": "roll_back", "schedule__decay": "constant"} | every | PLAIN
+    settings = {"guard__policy": "roll_back", "schedule__decay": "constant"} | every
     with mock.patch.object(LossGuard, "judge", judge_and_stop):
         pretrain(parse_settings(options(corpus, tmp_path / "run", **settings)), start_world())
     assert "afterabadloss:notsaved" in "".join(capsys.readouterr().out.split())

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gpt.run_folder.files import read_steps
-from tests.end_to_end.runs import options
+from tests.end_to_end.runs import EVALUATED, options
 from tests.programs import HANG_SECONDS, run_program, start_forked, wait_for_end
 
 BLOCK_BYTES, FILE_HEADER_BYTES, RECORD_HEADER = 32768, 7, struct.Struct("<IHB")
@@ -68,6 +68,7 @@ def test_a_run_that_is_killed_and_resumed_is_one_continuous_curve_with_texts_set
     key, run_dir = "0123456789" * 4, tmp_path / "run"
     settings = {"wandb__mode": "offline", "wandb__group": "trials", "wandb__tags": "[a, b]", "checkpoint__every": 3}
     settings |= {"train__layer_grad_norms_every": 2, "train__sample_every": 4, "train__steps": 12}
+    settings |= EVALUATED | {"train__sample_tokens": 4}
     arguments = options(corpus, run_dir, **settings)
     kill = "-m", "lab.faults.failing_run", "--fault", "0:0:log:9", "--"
     assert run_tracked(*kill, *arguments, WANDB_API_KEY=key) == -signal.SIGKILL
@@ -104,7 +105,7 @@ def test_a_run_that_is_killed_and_resumed_is_one_continuous_curve_with_texts_set
 @pytest.mark.full
 def test_a_run_whose_wandb_cannot_be_reached_trains_on_and_is_kept_for_later(corpus, tmp_path):
     environment = {"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_INIT_TIMEOUT": "1"}
-    arguments = options(corpus, tmp_path / "run", wandb__mode="online", train__sample_tokens=0)
+    arguments = options(corpus, tmp_path / "run", wandb__mode="online")
     assert run_tracked("pretrain_gpt.py", *arguments, **environment) == 0
     assert len(read_steps(tmp_path / "run")) == 6
     assert [row["step"] for row in history_of(records_until_exit(tmp_path / "run"))] == [1, 2, 3, 4, 5, 6]

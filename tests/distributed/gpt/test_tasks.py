@@ -8,6 +8,7 @@ import subprocess
 import sysconfig
 import venv
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -29,36 +30,20 @@ from tests.end_to_end.runs import options, run
 from tests.ranks import run_ranks
 
 TEXTS = ["the cat sat on the mat and the dog sat on the log", "a man is walking on ice; he falls down"]
+ENDINGS = ["falls down on ice.", "sits on the [note] mat", "is", "walks the dog"]
 HELLASWAG = {"activity_label": "Ice [x] walk", "ctx_a": "The man  walks.", "ctx_b": "he [title] then"}
+CHOICES = {"text": ["cat", "ice", "log"], "label": ["A", "B", "C"]}
+STEM = {"stem": "Where?", "choices": [{"text": text, "label": label} for label, text in enumerate("ab")]}
 FILES = {
-    "hella": [
-        {
-            **HELLASWAG,
-            "endings": ["falls down on ice.", "sits on the [note] mat", "is", "walks the dog"],
-            "label": label,
-        }
-        for label in (0, "1", 3)
-    ],
-    "arc": [
-        {
-            "question": "Who sat?",
-            "choices": {"text": ["cat", "ice", "log"], "label": ["A", "B", "C"]},
-            "answerKey": "A",
-        },
-        {
-            "question": {
-                "stem": "Where?",
-                "choices": [{"text": text, "label": label} for label, text in enumerate("ab")],
-            },
-            "answerKey": 1,
-        },
-    ],
+    "hella": [HELLASWAG | {"endings": ENDINGS, "label": label} for label in (0, "1", 3)],
+    "arc": [{"question": "Who sat?", "choices": CHOICES, "answerKey": "A"}, {"question": STEM, "answerKey": 1}],
     "words": [{"text": "the cat sat on the mat"}, {"text": "dog"}, {"text": "he falls down  "[:-1] + "down"}],
 }
 MODEL = replace(CONFIG, vocab_size=290, seq_length=32)
 LAYOUTS = [LayoutCase(0), LayoutCase(0, 4), LayoutCase(3, 4), LayoutCase(3, 2, 2, is_split=True), LayoutCase(1, 1, 4)]
 
 
+@cache
 def tokenizer() -> Tokenizer:
     return train_tokenizer(TEXTS, 290)
 
@@ -84,9 +69,9 @@ def scores_of(case: LayoutCase, files: list[str], folder: Path) -> tuple[Tensor,
     return found
 
 
-def scored_by_transformers(folder: Path, context: str, continuation: str) -> tuple[float, bool]:
+def scored_by(model: GPT2LMHeadModel, context: str, continuation: str) -> tuple[float, bool]:
     """Return the log-likelihood of a continuation, and whether each of its tokens is the likeliest."""
-    model, words = GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float64).eval(), tokenizer()
+    words = tokenizer()
     before = words.encode(context) or [words.eod]
     tokens = torch.tensor(words.encode(context + continuation) if context else [*before, *words.encode(continuation)])
     tokens, num_scored = tokens[-MODEL.seq_length - 1 :], len(tokens) - len(before)
@@ -105,7 +90,8 @@ def test_scores_are_those_of_transformers_and_the_same_at_any_layout(files, tmp_
     prompts += [("Question: Who sat?\nAnswer:", name) for name in ("cat", "ice", "log")]
     prompts += [("Question: Where?\nAnswer:", name) for name in "ab"]
     prompts += [("the cat sat on the", "mat"), ("", "dog"), ("he falls down", "down")]
-    by_prompt = [scored_by_transformers(tmp_path, context, f" {name}") for context, name in prompts]
+    model = GPT2LMHeadModel.from_pretrained(tmp_path, dtype=torch.float64).eval()
+    by_prompt = [scored_by(model, context, f" {name}") for context, name in prompts]
     torch.testing.assert_close(expected, torch.tensor(by_prompt, dtype=torch.float64), rtol=1e-9, atol=1e-9)
     likelihoods = [likelihood for likelihood, _ in by_prompt]
     answers = [(0, 4, 0), (4, 8, 1), (8, 12, 3), (12, 15, 0), (15, 17, 1)]
@@ -145,8 +131,8 @@ def test_a_run_logs_the_metrics_of_its_tasks_with_a_context_as_without(files, tm
         "train__task_every": 2,
         "train__task_questions": 2,
         "train__steps": 3,
+        "model__seq_length": 32,
     }
-    settings |= {"train__eval_samples": 0, "train__sample_tokens": 0, "model__seq_length": 32}
     alone = run(1, corpus, tmp_path / "alone", **settings)
     with_context = run(2, corpus, tmp_path / "context", parallel__context_size=2, **settings)
     found = [{name: value for name, value in step.items() if name.startswith("task/")} for step in alone]

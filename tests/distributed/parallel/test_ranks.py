@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import pickle
 import time
+from collections.abc import Iterator
 from multiprocessing.connection import wait
 from typing import Any
 from unittest import mock
@@ -13,7 +14,17 @@ import torch
 import torch.distributed as dist
 
 from tests import ranks
-from tests.ranks import RankCall, RankError, Worker, answer, collect, rank_pool, run_ranks
+from tests.ranks import RankCall, RankError, RankPool, Worker, answer, collect, run_ranks
+
+
+@pytest.fixture
+def own_pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[RankPool]:
+    """Workers that a test may end. All of them are forked: one that is spawned imports everything anew."""
+    pool, start_worker = RankPool(), ranks.start_worker
+    monkeypatch.setattr(ranks, "rank_pool", lambda: pool)
+    monkeypatch.setattr(ranks, "start_worker", lambda _rank: start_worker(1))
+    yield pool
+    pool.stop()
 
 
 def sum_of_ranks() -> float:
@@ -66,7 +77,7 @@ def test_every_call_starts_from_the_same_state():
     assert run_ranks(2, random_number) == run_ranks(1, random_number) * 2
 
 
-def test_an_exception_is_reported_with_its_traceback_and_the_next_call_works(monkeypatch):
+def test_an_exception_is_reported_with_its_traceback_and_the_next_call_works(own_pool, monkeypatch):
     monkeypatch.setattr(ranks, "LATE_DEATH_SECONDS", 0.0)
     with pytest.raises(RankError, match=r"(?s)rank 1 of 2 raised.*in fail_on_rank_1.*num_heads=12 is not divisible"):
         run_ranks(2, fail_on_rank_1_while_others_wait)
@@ -92,7 +103,7 @@ def test_a_death_is_reported_before_the_errors_that_it_causes(monkeypatch, is_la
         collect([Worker(ended, connection) for connection in connections], timeout_seconds=60)
 
 
-def test_a_hang_ends_at_the_timeout(monkeypatch):
+def test_a_hang_ends_at_the_timeout(own_pool, monkeypatch):
     """The time is over as soon as only the rank that hangs has not answered."""
 
     def wait_for_rank_1(pending: list[Any], seconds_left: float) -> list[Any]:
@@ -102,7 +113,7 @@ def test_a_hang_ends_at_the_timeout(monkeypatch):
     monkeypatch.setattr(ranks, "wait", wait_for_rank_1)
     with pytest.raises(RankError, match=r"no answer from ranks \[0\] of 2 in 300 s"):
         run_ranks(2, hang_on_rank_0, timeout_seconds=300)
-    assert rank_pool().workers == []
+    assert own_pool.workers == []
 
 
 def test_a_result_that_cannot_be_pickled_is_an_error():

@@ -11,11 +11,11 @@ import subprocess
 import sys
 import zlib
 from pathlib import Path
+from types import ModuleType
 from unittest import mock
 
 import pyarrow as pa
 import pytest
-from datasets import Dataset, DatasetDict
 from filelock import FileLock
 from pyarrow import parquet
 from rich.progress import Progress as ProgressBar
@@ -35,6 +35,13 @@ from tests.programs import files_of_at_most
 
 TEXTS = [f"document {i} says {'again ' * (i % 7)}Ψ{i * i}\n" for i in range(40)]
 SUFFIXES = (".bin", ".idx", ".json", ".tokenizer.json")
+
+
+@pytest.fixture
+def datasets() -> ModuleType:
+    import datasets  # here: every process of a suite collects this file, one runs it, and it takes seconds
+
+    return datasets
 
 
 @pytest.fixture
@@ -209,11 +216,11 @@ def test_progress_of_other_documents_is_not_continued(tmp_path, monkeypatch, cap
 
 
 @pytest.mark.parametrize("kind", ["lines", "table", "dataset", "hub"])
-def test_a_source_whose_content_has_changed_has_another_version(tmp_path, monkeypatch, kind):
+def test_a_source_whose_content_has_changed_has_another_version(tmp_path, monkeypatch, datasets, kind):
     """A preparation that was interrupted then does not go on with the rest of other documents."""
 
     def version_of(number: int) -> str:
-        rows = Dataset.from_dict({"text": [str(number)]})
+        rows = datasets.Dataset.from_dict({"text": [str(number)]})
         if kind == "hub":
             files = {"train": mock.Mock(origin_metadata=[("user/corpus", f"revision {number}")])}
             builder = mock.Mock(hash="same", config=mock.Mock(data_files=files))
@@ -323,9 +330,12 @@ def test_the_standard_library_is_a_sorted_list_of_modules_without_tests():
     assert not any("/test/" in origin or "site-packages" in origin for origin in origins)
 
 
-def test_a_saved_dataset_is_read_by_split_and_column(tmp_path):
-    parts = {"train": Dataset.from_dict({"body": TEXTS[:3]}), "test": Dataset.from_dict({"body": TEXTS[3:5]})}
-    DatasetDict(parts).save_to_disk(tmp_path / "dataset")
+def test_a_saved_dataset_is_read_by_split_and_column(tmp_path, datasets):
+    parts = {
+        "train": datasets.Dataset.from_dict({"body": TEXTS[:3]}),
+        "test": datasets.Dataset.from_dict({"body": TEXTS[3:5]}),
+    }
+    datasets.DatasetDict(parts).save_to_disk(tmp_path / "dataset")
     source = Source([str(tmp_path / "dataset")], text_key="body", split="test")
     assert _read(source) == TEXTS[3:5]
     assert source.weight() == sum(document.weight for document in source.documents()) == 2
@@ -335,9 +345,9 @@ def test_a_saved_dataset_is_read_by_split_and_column(tmp_path):
         _read(Source([str(tmp_path / "single")]))
 
 
-def test_a_folder_of_another_format_is_streamed_through_datasets(tmp_path):
+def test_a_folder_of_another_format_is_streamed_through_datasets(tmp_path, datasets):
     (tmp_path / "table").mkdir()
-    Dataset.from_dict({"text": TEXTS[:3], "n": [1, 2, 3]}).to_csv(tmp_path / "table" / "table.csv")
+    datasets.Dataset.from_dict({"text": TEXTS[:3], "n": [1, 2, 3]}).to_csv(tmp_path / "table" / "table.csv")
     source = Source([str(tmp_path / "table")])
     assert _read(source) == TEXTS[:3]
     assert source.weight() is None
@@ -498,11 +508,13 @@ def test_a_source_without_text_leaves_nothing(tmp_path, capsys):
         (["--max_documents", "9223372036854775808"], "--max_documents=9223372036854775808 must be 1 or more, and at"),
     ],
 )
-def test_options_that_cannot_be_followed_are_reported_in_one_line(tmp_path, monkeypatch, capsys, options, message):
+def test_options_that_cannot_be_followed_are_reported_in_one_line(
+    tmp_path, monkeypatch, capsys, datasets, options, message
+):
     monkeypatch.chdir(tmp_path)
     Path("a.txt").write_text(TEXTS[0])
     parquet.write_table(pa.table({"body": ["a"]}), "body.parquet")
     parquet.write_table(pa.table({"text": [1]}), "number.parquet")
-    DatasetDict({"train": Dataset.from_dict({"text": ["a"]})}).save_to_disk("dataset")
+    datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": ["a"]})}).save_to_disk("dataset")
     arguments = ("--source", "a.txt", "--output", "corpus", "--train_vocab_size", "257")
     assert re.search(message, _error_of(capsys, *arguments, *options))

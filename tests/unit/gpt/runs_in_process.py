@@ -40,8 +40,6 @@ def tiny_settings(prefix: Path, folder: Path, **settings: object) -> Settings:
     smaller = {f"model__{name}": value for name, value in model.items()} | {
         "data__split": "[0.6, 0.4, 0]",
         "train__global_batch_size": 4,
-        "train__eval_samples": 0,
-        "train__sample_tokens": 0,
     }
     return parse_settings(options(prefix, folder, **(smaller | settings)))
 

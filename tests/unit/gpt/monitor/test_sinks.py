@@ -12,7 +12,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from wandb.errors import CommError
 
 from gpt.monitor import records as monitor_records
 from gpt.monitor import sinks
@@ -246,6 +245,8 @@ def sink_of(folder: Path, *starts: object) -> tuple[WandbRun, list[str]]:
 
 
 def test_a_run_is_logged_offline_if_the_server_cannot_be_reached(tmp_path: Path):
+    from wandb.errors import CommError  # here: it takes seconds, and every process of a suite collects this file
+
     assert sink_of(tmp_path, CommError("no network"), mock.Mock(id="abc"))[1] == ["online", "offline"]
 
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lab.observe import inductor_internals
 from lab.observe.compiled_kernels import CompiledCalls, CompiledRegion, compiled_region, splice
 from lab.observe.fake_tensors import QuickFakeTensorMode
 from lab.observe.kernel_log import Kernel, KernelLog
@@ -121,7 +120,7 @@ def test_without_the_private_parts_of_torch_kernels_stay_eager(monkeypatch, capl
     def changed(*_arguments: Any, **_options: Any) -> None:
         raise AttributeError("GraphLowering has no attribute _update_scheduler\nand a long explanation")
 
-    monkeypatch.setattr(inductor_internals, "plan", changed)
+    monkeypatch.setattr("lab.observe.inductor_internals.plan", changed)
     assert compiled_region(build) is None
     (record,) = (record for record in caplog.records if record.name == "lab.observe.compiled_kernels")
     assert "cannot be counted, so eager ones are" in record.message

@@ -31,6 +31,8 @@ from zero import (
 from zero.dcp.safe_reader import METADATA, SafeReader
 from zero.partition.layout import rectangles
 
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
 
 @pytest.mark.parametrize("shape", [(), (7,), (3, 4), (2, 3, 4), (2, 1, 3, 2)])
 def test_any_range_is_cut_into_rectangles_that_are_consecutive(shape: tuple[int, ...]):
@@ -54,7 +56,6 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[floa
     return losses
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("kind", [Muon, torch.optim.SGD, torch.optim.Adagrad])
 def test_states_of_any_kind_for_each_element_and_frozen_parameters_are_loaded(tmp_path: Path, kind: Any):
     def run() -> tuple[ZeroDataParallel, ZeroOptimizer]:
@@ -77,7 +78,6 @@ def test_states_of_any_kind_for_each_element_and_frozen_parameters_are_loaded(tm
     assert train(model, optimizer) == expected
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("write", [partial(write_deepspeed, num_ranks=1), write_universal])
 def test_a_run_of_deepspeed_goes_on_from_one_rank_and_from_universal_files(tmp_path: Path, write: Any, stage: int):
@@ -105,7 +105,6 @@ def saved(folder: Path, module: torch.nn.Module, kind: Any, **settings: Any) -> 
     return folder
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_names_may_end_in_those_of_others(tmp_path: Path):
     """The first name is 0.weight, and model.1.0.weight ends in it too."""
     first, second = (
@@ -116,7 +115,6 @@ def test_names_may_end_in_those_of_others(tmp_path: Path):
     assert all(map(torch.equal, first.parameters(), second.parameters()))
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("is_there", [True, False])
 def test_groups_get_the_settings_of_their_parameters(tmp_path: Path, is_there: bool):
     """The groups of the folder have another order, or it has one group of all parameters."""
@@ -132,7 +130,6 @@ def test_groups_get_the_settings_of_their_parameters(tmp_path: Path, is_there: b
     assert [group["lr"] for group in optimizer.param_groups] == ([0.2, 0.1] if is_there else [0.3, 0.3])
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("names", ["ab", "ba"])
 def test_settings_are_those_of_the_optimizer_whose_states_are_loaded(tmp_path: Path, names: str):
     """The folder has two models, whose first parameters have the same name."""
@@ -151,7 +148,6 @@ def test_settings_are_those_of_the_optimizer_whose_states_are_loaded(tmp_path: P
     assert [group["lr"] for group in optimizer.param_groups] == [0.5]
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
 def test_settings_may_be_tensors_and_states_be_none(tmp_path: Path, kind: Any):
     """SGD without momentum has no states."""
@@ -183,7 +179,6 @@ def load_into_linear(folder: Path) -> None:
     load_distributed(folder, ZeroDataParallel(torch.nn.Linear(5, 4), Axis.trivial("data")))
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_folder_names_no_files_elsewhere(folder: Path):
     load_into_linear(folder)
     metadata = SafeReader(folder).read_metadata()
@@ -194,7 +189,6 @@ def test_a_folder_names_no_files_elsewhere(folder: Path):
         load_into_linear(folder)
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_files_of_deepspeed_that_are_missing_or_not_read_are_named(tmp_path: Path):
     save_by_deepspeed(tmp_path, 3)
     _, second = sorted((tmp_path / "global_step3").glob("*optim_states.pt"))
@@ -217,7 +211,6 @@ def as_grad_scaler(folder: Path, model: ZeroDataParallel, optimizer: ZeroOptimiz
     dcp.save(state, checkpoint_id=folder, no_dist=True)
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("is_dynamic", [True, False])
 @pytest.mark.parametrize(
     "save_scale", [as_grad_scaler, lambda folder, *_: save_by_deepspeed(folder, 2)], ids=["GradScaler", "DeepSpeed"]
@@ -285,7 +278,6 @@ def assert_nothing_is_executed(folder: Path, num_cases: int, load: Callable[[Pat
     assert not [error for error in errors if "\n" in error]
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("num_cases", [15, pytest.param(1000, marks=pytest.mark.full)])
 @pytest.mark.parametrize("stage", [None, 2, 3])
 def test_a_damaged_or_hostile_folder_is_an_error_of_one_line(folder: Path, stage: int | None, num_cases: int):
