@@ -4,16 +4,17 @@
     each rank      the same procedure with ZeRO, on its rows of each batch, under one configuration after the other
 
 A loss must be a mean over the rows of a batch; for any other loss, a procedure iterates over the `parts` of a batch.
+A module of tests has a table of rows, which are promises of docs/zero_library.md: a row's id is its test's, and it has
+procedures as cases.
 """
 
 import importlib
 import itertools
 import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial, update_wrapper
 from typing import Any
 
 import pytest
@@ -59,11 +60,6 @@ class Configuration:
 
 
 STAGES = [Configuration(0), Configuration(1, settings={"overlap_gather": True}), Configuration(2), Configuration(3)]
-STAGE_3 = [Configuration(3), Configuration(3, "local")]
-DEFAULT = [*STAGES, Configuration(3, "local")]
-HOST = [Configuration(1, offloads=True), Configuration(3, offloads=True)]
-GROUPS = [Configuration(3, has_groups=True)]
-FIRST_AND_LAST = [Configuration(0), Configuration(3)]  # for what hardly depends on the stage
 ALL = [
     *(
         Configuration(stage, accumulate, offloads)
@@ -212,14 +208,6 @@ class Run:
             self.record((loss or mean_square)(model, self.batch(step))).backward()
             optimizer.step()
 
-    def train_by_parts(self, model: Model, optimizer: Optimizer, loss: "Loss", num_steps: int = 2) -> None:
-        """Train with a loss that is no mean over rows: in one process, on the mean of the losses of all parts."""
-        for step in range(num_steps):
-            optimizer.zero_grad()
-            parts = self.parts(step)
-            self.record(sum(loss(model, part) / len(parts) for part in parts)).backward()
-            optimizer.step()
-
     def start(self, module: nn.Module, *arguments: Any, **settings: Any) -> tuple[Model, Optimizer]:
         """Wrap a module; return the model and an optimizer that has these arguments."""
         model = self.wrap(module)
@@ -273,82 +261,69 @@ def mean_square(model: Model, x: Tensor) -> Tensor:
 Procedure = Callable[[Run], None]
 
 
-def scenario(
-    configurations: Sequence[Configuration] = DEFAULT, tolerance: float = TOLERANCE, dtype: torch.dtype = torch.float64
-) -> Callable[[Procedure], Callable[..., None]]:
-    """Make a test of a procedure: under each of the configurations it must equal one process.
+@dataclass(frozen=True)
+class Case:
+    """A procedure and the stages in which it equals one process; `few` instead of a choice of configurations."""
 
-    By default only under `few_of` them; with `-m full` under all configurations of these stages.
-    """
-    stages = {configuration.stage for configuration in configurations}
-    every = [configuration for configuration in ALL if configuration.stage in stages]
+    procedure: Procedure
+    stages: Collection[int] = (0, 1, 2, 3)
+    tolerance: float = TOLERANCE
+    dtype: torch.dtype = torch.float64
+    few: Sequence[Configuration] = ()
 
-    def make_test(procedure: Procedure) -> Callable[..., None]:
-        few = few_of(configurations, procedure.__name__)
-        find = partial(procedure_of, procedure.__module__)
-        test = as_test(find, [procedure.__name__], few, every, tolerance, dtype)
-        update_wrapper(test, procedure)
-        del test.__wrapped__  # pytest would take its argument for a fixture
-        test.procedure = procedure  # type: ignore[attr-defined]
-        return test
-
-    return make_test
-
-
-def procedure_of(module_name: str, name: str) -> Procedure:
-    """Return the procedure of a test."""
-    return getattr(importlib.import_module(module_name), name).procedure
+    def configurations(self, name: str, is_full: bool) -> list[Configuration]:
+        """Return all configurations of the stages, or stage 3 and for every second case one of the others too."""
+        every = [configuration for configuration in ALL if configuration.stage in self.stages]
+        if is_full or self.few:
+            return every if is_full else list(self.few)
+        last = [configuration for configuration in every if configuration == Configuration(3)]
+        others = [configuration for configuration in every if configuration not in last]
+        number = zlib.crc32(name.encode())
+        return last + (others[number // 2 % len(others) :][:1] if number % 2 or not last else [])
 
 
-def as_test(
-    find: Callable[[str], Procedure],
-    names: Sequence[str],
-    few: Sequence[Configuration],
-    every: Sequence[Configuration],
-    tolerance: float,
-    dtype: torch.dtype,
-) -> Callable[..., None]:
-    """Make a test of procedures, which `find` returns on a rank by their names; those on as many ranks are one call."""
+Row = dict[str, Case]  # with the name of each case; a number of a thread is that of a user's report
+Table = dict[str, Row]  # the ids of rows are those of the tables of docs/zero_library.md, "Any module"
+
+
+def cases(*procedures: Procedure | dict[str, Procedure], **options: Any) -> Row:
+    """Return cases of a row; a function gives its case its name. `options` are those of Case."""
+    named: dict[str, Procedure] = {}
+    for item in procedures:
+        named |= item if isinstance(item, dict) else {item.__name__: item}
+    return {name: Case(procedure, **options) for name, procedure in named.items()}
+
+
+def as_test(module_name: str, table: Table) -> Callable[..., None]:
+    """Make a test of each row of a module's `TABLE`: its cases on as many ranks run in one call, one after another."""
 
     @pytest.mark.parametrize(
-        "chosen", [pytest.param(few, id="few"), pytest.param(every, id="all", marks=pytest.mark.full)]
+        "is_full", [pytest.param(False, id="few"), pytest.param(True, id="all", marks=pytest.mark.full)]
     )
-    def test(chosen: Sequence[Configuration]) -> None:
+    @pytest.mark.parametrize("row", table)
+    def test(row: str, is_full: bool) -> None:
+        chosen = [(name, c) for name, case in table[row].items() for c in case.configurations(name, is_full)]
         for num_ranks in (2, 4):
-            if alike := [configuration for configuration in chosen if configuration.num_ranks == num_ranks]:
-                run_ranks(num_ranks, check, find, names, alike, tolerance, dtype)
+            if alike := [(name, c) for name, c in chosen if c.num_ranks == num_ranks]:
+                run_ranks(num_ranks, check, module_name, row, alike, timeout_seconds=600.0 + 10 * len(alike))
 
     return test
 
 
-def few_of(configurations: Sequence[Configuration], name: str) -> list[Configuration]:
-    """Return stage 3, and for every second scenario one of the others too, another one for each."""
-    last = [c for c in configurations if c == Configuration(3)]
-    others = [c for c in configurations if c not in last]
-    number = zlib.crc32(name.encode())
-    return last + others[number // 2 % len(others) :][:1] if others and (number % 2 or not last) else last
-
-
-def check(
-    find: Callable[[str], Procedure],
-    names: Sequence[str],
-    configurations: Sequence[Configuration],
-    tolerance: float,
-    dtype: torch.dtype,
-) -> None:
-    """Run scenarios on this rank: in one process, which must change the parameters, then under each configuration."""
-    torch.set_default_dtype(dtype)
-    data = Mesh.create(tensor_size=1, shard_size=2 if configurations[0].has_groups else None).data
-    for name in names:
+def check(module_name: str, row: str, chosen: Sequence[tuple[str, Configuration]]) -> None:
+    """Run cases of a row on this rank: in one process, which must change the parameters, then as configured."""
+    data = Mesh.create(tensor_size=1, shard_size=2 if chosen[0][1].has_groups else None).data
+    for name, of_case in itertools.groupby(chosen, key=lambda pair: pair[0]):
+        case: Case = importlib.import_module(module_name).TABLE[row][name]
+        torch.set_default_dtype(case.dtype)
         with noting(name):
-            procedure = find(name)
-            expected = results_of(procedure, None, data)
+            expected = results_of(case.procedure, None, data)
             # Small numbers: a difference of TOLERANCE is then a mistake, and not a rounding.
             assert all((value.abs() < LARGEST).all() for value in expected.values()), "it diverges in one process"
-            for configuration in configurations:
+            for _, configuration in of_case:
                 with noting(configuration):
-                    found = results_of(procedure, configuration, data)
-                    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+                    found = results_of(case.procedure, configuration, data)
+                    torch.testing.assert_close(found, expected, rtol=case.tolerance, atol=case.tolerance)
 
 
 def results_of(procedure: Procedure, configuration: Configuration | None, data: Axis) -> dict[str, Tensor]:
@@ -390,18 +365,3 @@ class Blocks(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.encode(x))
-
-
-class Calls(nn.Module):
-    """A model that calls each of its blocks by `call(block, h)`."""
-
-    def __init__(self, call: Callable[[nn.Module, Tensor], Tensor], *blocks: nn.Module) -> None:
-        super().__init__()
-        self.call, self.embed = call, nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(blocks)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.embed(x)
-        for block in self.blocks:
-            h = self.call(block, h)
-        return h

@@ -1,8 +1,6 @@
 """Scenarios beside the steps of a GPT would not race on a GPU, by the checker of streams on ranks of gloo."""
 
 import itertools
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,7 @@ from tests.distributed.zero import test_zero_equals_one_process as plain
 from tests.distributed.zero.optimizers import test_muon as muon
 from tests.distributed.zero.scenarios import test_ranks
 from tests.ranks import call_with
-from tests.scenarios import TOLERANCE, Configuration, check, procedure_of
+from tests.scenarios import Configuration, check
 from tests.twins import check_all, configs
 from zero.activations.checkpointed_blocks import ActivationsConfig, checkpointed_blocks
 from zero.memory.placement import OffloadConfig
@@ -70,9 +68,8 @@ def run_operations_of_graphs() -> None:
         column_gradients([y], own, [weight], split)
 
 
-def run_procedure(test: Callable[..., None], stages: list[int], offloads: bool = False) -> None:
-    find = partial(procedure_of, test.__module__)
-    check(find, [test.__name__], [Configuration(s, offloads=offloads) for s in stages], TOLERANCE, torch.float64)
+def run_case(module_name: str, row: str, case: str, stages: list[int], offloads: bool = False) -> None:
+    check(module_name, row, [(case, Configuration(stage, offloads=offloads)) for stage in stages])
 
 
 def save_and_resume(case: layouts.LayoutCase, folder: Path) -> None:
@@ -101,7 +98,14 @@ SCENARIOS: dict[str, tuple[Any, ...]] = {  # (number of ranks, function, argumen
         plain.train_with_zero,
         plain.case_of(name="gpt", stage=3, bucket_numel=4000, dtype=torch.bfloat16, offload=PARAMETERS),
     ),
-    "uneven data": (2, run_procedure, test_ranks.test_ranks_run_out_of_batches_at_different_steps, [1, 3]),
+    "uneven data": (
+        2,
+        run_case,
+        test_ranks.__name__,
+        "uneven-data",
+        "uneven_batches",
+        [1, 3],
+    ),
     "changed parameters": (
         2,
         check_all,
@@ -112,12 +116,21 @@ SCENARIOS: dict[str, tuple[Any, ...]] = {  # (number of ranks, function, argumen
     # Replicas set a mean aside, which the next one is added to; owners of parts add to their sum.
     "several optimizers": (
         2,
-        run_procedure,
-        several.test_optimizers_of_disjoint_parameters_equal_one_process,
+        run_case,
+        several.__name__,
+        "several-optimizers",
+        "optimizers_of_disjoint_parameters",
         [0, 1],
         True,
     ),
-    "experts that no rank used": (2, run_procedure, test_ranks.test_experts_that_no_rank_used_are_not_updated, [3]),
+    "experts that no rank used": (
+        2,
+        run_case,
+        test_ranks.__name__,
+        "unused-parameters",
+        "unused_experts",
+        [3],
+    ),
     "backwards that end early": (2, end_backwards_early),
     "operations of graphs": (2, run_operations_of_graphs),
     "layers": (2, call_with, layers.run_split, [(layout, torch.arange(12), None) for layout in layers.LAYOUTS]),

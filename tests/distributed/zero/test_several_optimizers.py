@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from parallel.comm_log import CommLog
 from parallel.mesh import Axis
 from parallel.tensor.gradient_sums import GradientSums
 from parallel.validation.errors import ConfigError
-from tests.scenarios import DEFAULT, HOST, Blocks, Run, mean_square, scenario
+from tests.scenarios import STAGES, WIDTH, Block, Blocks, Run, as_test, cases, mean_square
 from tests.twins import params_of
 from zero.engine import ZeroDataParallel
 from zero.memory.placement import NO_OFFLOAD, OffloadConfig
@@ -33,8 +33,7 @@ a zv  b sm sv
 """  # both step; they alternate, as in a GAN; gradients of the one that waits add up; gradients are discarded
 
 
-@scenario(DEFAULT + HOST)
-def test_optimizers_of_disjoint_parameters_equal_one_process(run: Run) -> None:
+def optimizers_of_disjoint_parameters(run: Run) -> None:
     """Their parameters alternate: most share a bucket with one of the other optimizer. One bias is in neither."""
     model = run.wrap(Blocks())
     params = [param for name, param in model.module.named_parameters() if name != "head.bias"]
@@ -55,6 +54,41 @@ def test_optimizers_of_disjoint_parameters_equal_one_process(run: Run) -> None:
             optimizer.zero_grad()
         if command == "z":
             model.zero_grad()
+
+
+class Gan(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = nn.ModuleList([Block(), Block()])
+        self.discriminator = nn.ModuleList([Block(), nn.Linear(WIDTH, 1)])
+
+    def forward(self, x: Tensor, discriminates: bool) -> Tensor:
+        for block in self.discriminator if discriminates else self.generator:
+            x = block(x)
+        return x
+
+
+def one_half_is_frozen_while_the_other_steps(run: Run) -> None:
+    """Lightning's `toggle_optimizer`."""
+    model = run.wrap(Gan())
+    parts = model.module.generator, model.module.discriminator
+    optimizers = [run.optimizer(model, groups=[{"params": list(part.parameters())}]) for part in parts]
+    for step in range(4):
+        this, other = parts[step % 2], parts[1 - step % 2]
+        other.requires_grad_(False)
+        optimizers[step % 2].zero_grad()
+        run.record(nn.functional.softplus(-model(model(run.batch(step), False), True)).mean()).backward()
+        optimizers[step % 2].step()
+        other.requires_grad_(True)
+        assert all(param.requires_grad for param in this.parameters())
+
+
+TABLE = {
+    "several-optimizers": cases(optimizers_of_disjoint_parameters, few=STAGES)
+    | cases(one_half_is_frozen_while_the_other_steps)
+}
+
+test_scenario = as_test(__name__, TABLE)
 
 
 def two_linear_layers() -> nn.Module:

@@ -2,7 +2,6 @@
 
 import itertools
 from collections import Counter
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -12,12 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel.mesh import Axis, Mesh
-from tests.distributed.zero import test_several_optimizers
-from tests.distributed.zero.scenarios import test_ranks
 from tests.distributed.zero.test_zero_equals_one_process import case_of, train_with_zero
 from tests.models import build
 from tests.ranks import run_ranks
-from tests.scenarios import STAGES, TOLERANCE, check, procedure_of
 from tests.twins import ALL_STAGES, Twins, assert_same_bits, check_all, configs, next_token_loss
 from zero.buckets.grad_shard import Held
 from zero.engine import ZeroDataParallel
@@ -162,17 +158,3 @@ def norm_if_replicas_add_otherwise() -> float:
 
 def test_replicas_clip_by_the_same_norm_in_whatever_order_a_backend_adds():
     assert len(set(run_ranks(4, norm_if_replicas_add_otherwise))) == 1
-
-
-@pytest.mark.parametrize(
-    "procedure",
-    [
-        test_ranks.test_ranks_use_different_parameters_or_none,
-        test_ranks.test_ranks_run_out_of_batches_at_different_steps,
-        test_several_optimizers.test_optimizers_of_disjoint_parameters_equal_one_process,
-    ],
-)
-def test_scenarios_equal_one_process_below_stage_3_too(procedure):
-    """By default, these scenarios run in one or two stages; here, one call of ranks serves the others."""
-    find = partial(procedure_of, procedure.__module__)
-    run_ranks(2, check, find, [procedure.__name__], STAGES[:3], TOLERANCE, torch.float64)

@@ -1,6 +1,5 @@
 """Modules that torch.compile has compiled, whole or in parts, before or after they are wrapped."""
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import wraps
 
@@ -9,33 +8,30 @@ import torch
 from torch import Tensor, nn
 
 from tests.distributed.zero.compiled.backend import Backend
-from tests.scenarios import STAGE_3, STAGES, WIDTH, Block, Blocks, Configuration, Model, Procedure, Run, scenario
+from tests.scenarios import WIDTH, Block, Blocks, Model, Procedure, Run, as_test, cases
 from tests.twins import ALL_STAGES
 from zero import ZeroConfig, ZeroDataParallel, ZeroOptimizer
 
 BLOCK_OPERATIONS = 5  # x * scale, up, tanh, down, +
 
 
-def compiled_scenario(configurations: list[Configuration]) -> Callable[[Procedure], Callable[..., None]]:
-    """Make a test of a procedure whose compiled parts run eager in one process."""
+def compiled(procedure: Procedure) -> Procedure:
+    """Return a procedure whose compiled parts run eager in one process."""
 
-    def make_test(procedure: Procedure) -> Callable[..., None]:
-        @wraps(procedure)
-        def run_procedure(run: Run) -> None:
-            with torch.compiler.set_stance("force_eager") if run.is_plain else nullcontext():
-                procedure(run)
+    @wraps(procedure)
+    def run_procedure(run: Run) -> None:
+        with torch.compiler.set_stance("force_eager") if run.is_plain else nullcontext():
+            procedure(run)
 
-        return scenario(configurations)(run_procedure)
-
-    return make_test
+    return run_procedure
 
 
 def three_blocks() -> Blocks:
     return Blocks(*(Block() for _ in range(3)))
 
 
-@compiled_scenario(STAGES)
-def test_blocks_are_compiled_before_or_after_wrapping_or_their_forward_alone(run: Run) -> None:
+@compiled
+def blocks_before_or_after_wrapping_or_their_forward_alone(run: Run) -> None:
     for way in ("before", "after", "forward"):
         module, backend = three_blocks(), Backend()
         if way == "before":
@@ -51,8 +47,8 @@ def test_blocks_are_compiled_before_or_after_wrapping_or_their_forward_alone(run
         assert run.is_plain or backend.num_operations == [BLOCK_OPERATIONS], way
 
 
-@compiled_scenario(STAGES)
-def test_a_model_is_compiled_whole(run: Run) -> None:
+@compiled
+def a_whole_model(run: Run) -> None:
     module, backend = three_blocks(), Backend()
     module.head = nn.Sequential(nn.Linear(WIDTH, 3), nn.Linear(3, 2))
     module.compile(backend=backend)
@@ -76,8 +72,8 @@ def test_models_of_one_process_share_compiled_code():
     assert backend.num_operations == [BLOCK_OPERATIONS] * 2  # parameters that persist, and transient ones
 
 
-@compiled_scenario(STAGES)
-def test_the_wrapper_is_compiled(run: Run) -> None:
+@compiled
+def the_wrapper(run: Run) -> None:
     model, backend = run.wrap(three_blocks()), Backend()
     optimizer = run.optimizer(model)
     model.compile(backend=backend)
@@ -85,8 +81,8 @@ def test_the_wrapper_is_compiled(run: Run) -> None:
     run.train(torch.compile(model, backend=backend), optimizer, steps=range(2, 4))
 
 
-@compiled_scenario(STAGE_3)
-def test_a_compiled_part_runs_by_itself(run: Run) -> None:
+@compiled
+def a_part_that_runs_by_itself(run: Run) -> None:
     model, backend = run.wrap(three_blocks()), Backend()
     model.module.embed.compile(backend=backend)
     model.module.blocks[0].up.compile(backend=backend)
@@ -117,8 +113,8 @@ class Borrower(Blocks):
         return super().forward(x * self.blocks[2].scale)
 
 
-@compiled_scenario(STAGE_3)
-def test_a_compiled_module_reads_weights_of_another(run: Run) -> None:
+@compiled
+def a_module_that_reads_weights_of_another(run: Run) -> None:
     module, backend = Borrower(), Backend()
     backend.compile_blocks(module)
     module.compile(backend=backend)
@@ -136,8 +132,8 @@ class Fails(Block):
         return super().forward(x)
 
 
-@compiled_scenario(STAGES)
-def test_a_compiled_module_raises_and_runs_again(run: Run) -> None:
+@compiled
+def a_module_that_raises_and_runs_again(run: Run) -> None:
     model, backend = run.wrap(Blocks(Block(), Fails(), Block())), Backend()
     backend.compile_blocks(model.module)
     optimizer = run.optimizer(model)
@@ -145,3 +141,16 @@ def test_a_compiled_module_raises_and_runs_again(run: Run) -> None:
     with pytest.raises(FloatingPointError):
         model(torch.full((2, WIDTH), torch.nan))
     run.train(model, optimizer)
+
+
+TABLE = {
+    "compiled": cases(
+        blocks_before_or_after_wrapping_or_their_forward_alone,
+        a_whole_model,
+        the_wrapper,
+        a_module_that_raises_and_runs_again,
+    )
+    | cases(a_part_that_runs_by_itself, a_module_that_reads_weights_of_another, stages=[3]),
+}
+
+test_scenario = as_test(__name__, TABLE)

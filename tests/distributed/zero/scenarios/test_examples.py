@@ -4,6 +4,11 @@ In one process, `ZeroDataParallel` and `ZeroOptimizer` stand for a plain module 
 """
 
 import ast
+import importlib
+import re
+from collections import Counter
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,9 +17,11 @@ from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from parallel.mesh import Axis
+from tests.distributed.zero import test_several_optimizers
+from tests.distributed.zero.compiled import test_modules
 from tests.documents import blocks
 from tests.pairwise import noting
-from tests.scenarios import DEFAULT, HOST, Blocks, Run, scenario
+from tests.scenarios import Blocks, Run, as_test, cases
 from tests.source_files import ROOT
 from zero.state.export import full_state_dict
 from zero.uneven import join
@@ -81,24 +88,32 @@ def run_excerpt(run: Run, program: str) -> None:
         run.record(score)
 
 
-@scenario(DEFAULT + HOST)
-def test_the_examples_train_as_in_plain_torch(run: Run) -> None:
+def run_excerpts(is_half_precision: bool, run: Run) -> None:
     for program in EXCERPTS:
-        if "bfloat16" not in program:
+        if ("bfloat16" in program) is is_half_precision:
             with noting(program):
                 run_excerpt(run, program)
 
 
-# A gradient of at most 1 is summed over other rows than in one process, each time rounded to 2**-8; so is a weight.
-@scenario(dtype=torch.float32, tolerance=2**-6)
-def test_the_examples_in_half_precision_train_as_in_plain_torch(run: Run) -> None:
-    for program in EXCERPTS:
-        if "bfloat16" in program:
-            with noting(program):
-                run_excerpt(run, program)
+TABLE = {
+    "examples": cases({"in full precision": partial(run_excerpts, False)})
+    # A gradient of at most 1 is summed over other rows than in one process, each time rounded to 2**-8; so is a weight.
+    | cases({"in half precision": partial(run_excerpts, True)}, dtype=torch.float32, tolerance=2**-6),
+}
+
+test_scenario = as_test(__name__, TABLE)
 
 
 def test_all_examples_are_found():
     assert len(EXCERPTS) == 18
     assert names_read(EXCERPTS[-1]) >= {"module", "batches", "loss_of"}
     assert "model" not in names_read(EXCERPTS[-1])
+
+
+def test_each_row_of_the_page_has_a_test_and_each_test_a_row():
+    names = [f"{__package__}.{path.stem}" for path in Path(__file__).parent.glob("test_*.py")]
+    modules = [*map(importlib.import_module, names), test_modules, test_several_optimizers]
+    tables = [getattr(module, "TABLE", {}) for module in modules]
+    rows = Counter(row for table in tables for row in table)
+    page = re.findall(r"^\| `([a-z-]+)` \|", (ROOT / "docs" / "zero_library.md").read_text(), flags=re.MULTILINE)
+    assert rows == Counter(set(page))

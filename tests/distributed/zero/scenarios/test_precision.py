@@ -1,22 +1,14 @@
 """Autocast, modules in half precision, and models of several dtypes."""
 
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from tests.scenarios import (
-    DEFAULT,
-    HOST,
-    STAGE_3,
-    STAGES,
-    WIDTH,
-    Block,
-    Blocks,
-    Configuration,
-    Model,
-    Run,
-    mean_square,
-    scenario,
-)
+from tests.procedures import NON_REENTRANT, REENTRANT, With, trains_parts
+from tests.scenarios import WIDTH, Block, Blocks, Model, Procedure, Run, as_test, cases
 
 # Gradients in float32 are sums of a few terms of at most 1, each rounded to 2**-24.
 FLOAT = 64 * 2**-24
@@ -24,98 +16,94 @@ FLOAT = 64 * 2**-24
 HALF = 2**-6
 
 
-def train_parts(run: Run, model: Model, loss: object = mean_square, num_steps: int = 2) -> None:
-    """Train on each rank's rows by themselves: in half precision, sums over other rows have other roundings."""
-    optimizer = run.optimizer(model, lr=2**-5)
-    for step in range(num_steps):
-        optimizer.zero_grad()
-        for part in run.parts(step):
-            (loss(model, part) / len(run.parts(step))).backward()
-        optimizer.step()
-
-
-def under_autocast(model: Model, x: Tensor) -> Tensor:
-    with torch.autocast("cpu", torch.bfloat16):
-        output = model(x)
+def error_of(output: Tensor) -> Tensor:
     return (output.float() - 0.5).square().mean()
 
 
-class AutocastInside(Blocks):
-    def encode(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            x = self.embed(x)
-            for block in self.blocks:
-                x = block(x)
-        return x.float()
+def autocast(**settings: Any) -> torch.autocast:
+    return torch.autocast("cpu", torch.bfloat16, **settings)
 
 
-@scenario(DEFAULT + HOST, tolerance=FLOAT, dtype=torch.float32)
-def test_autocast_is_around_the_model(run: Run) -> None:
-    train_parts(run, run.wrap(Blocks()), under_autocast)
+def under_autocast(model: Model, x: Tensor, _rank: int = 0) -> Tensor:
+    with autocast():
+        output = model(x)
+    return error_of(output)
 
 
-def loss_of_several_forwards(model: Model, x: Tensor) -> Tensor:
+def encode(is_inside: bool, m: nn.Module, x: Tensor) -> Tensor:
+    """Run checkpointed blocks, and inside the model under autocast."""
+    with autocast() if is_inside else nullcontext():
+        x = m.embed(x)
+        for checkpoint, block in zip((REENTRANT, NON_REENTRANT), m.blocks, strict=True):
+            x = checkpoint(block, x)
+    return m.head(x.float() if is_inside else x)
+
+
+def checkpointed(is_inside: bool) -> nn.Module:
+    parts = Blocks()
+    return With(partial(encode, is_inside), embed=parts.embed, blocks=parts.blocks, head=parts.head)
+
+
+def of_several_forwards(model: Model, x: Tensor, _rank: int = 0) -> Tensor:
     with torch.no_grad():
         target = model(x)
     return (model(x) - model(x.sin()) + target).float().square().mean()
 
 
-@scenario([Configuration(0), Configuration(1), Configuration(2), Configuration(2, "local")], FLOAT, torch.float32)
-def test_autocast_is_around_several_forwards_and_their_backwards(run: Run) -> None:
-    with torch.autocast("cpu", torch.bfloat16):
-        train_parts(run, run.wrap(Blocks()), loss_of_several_forwards)
+def around_several_forwards(caches_in_torch: bool) -> Procedure:
+    """Plain torch adds the gradients of one cast weight in half precision, unless its cache of casts is off."""
+
+    def procedure(run: Run) -> None:
+        with autocast(cache_enabled=caches_in_torch or not run.is_plain):
+            trains_parts(Blocks, of_several_forwards)(run)
+
+    return procedure
 
 
-@scenario(STAGE_3, FLOAT, torch.float32)
-def test_casts_are_not_kept_from_one_call_of_a_unit_to_the_next(run: Run) -> None:
-    """Plain torch adds the gradients of one cast weight in half precision; without its cache of casts, as here."""
-    with torch.autocast("cpu", torch.bfloat16, cache_enabled=not run.is_plain):
-        train_parts(run, run.wrap(Blocks()), loss_of_several_forwards)
-
-
-@scenario(tolerance=FLOAT, dtype=torch.float32)
-def test_autocast_is_inside_the_model(run: Run) -> None:
-    train_parts(run, run.wrap(AutocastInside()))
-
-
-@scenario(tolerance=FLOAT, dtype=torch.float32)
-def test_autocast_is_around_checkpoints(run: Run) -> None:
-    class Checkpointed(Blocks):
-        def encode(self, x: Tensor) -> Tensor:
-            x = self.embed(x)
-            for block, is_reentrant in zip(self.blocks, (True, False), strict=True):
-                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=is_reentrant)
-            return x
-
-    train_parts(run, run.wrap(Checkpointed()), under_autocast)
-
-
-@scenario(tolerance=HALF, dtype=torch.float32)
-def test_some_layers_are_in_half_precision(run: Run) -> None:
-    class Mixed(Blocks):
-        def encode(self, x: Tensor) -> Tensor:
-            x = self.embed(x)
-            for block in self.blocks:
-                x = block(x.to(block.scale.dtype))
-            return x.float()
-
-    module = Mixed(Block(), Block(), Block())
+def with_block_in_half_precision() -> nn.Module:
+    module = Blocks(*(With(lambda m, x: m.block(x.to(m.block.scale.dtype)), block=Block()) for _ in range(3)))
     module.blocks[1].bfloat16()
-    module.head.weight.requires_grad_(False)
-    train_parts(run, run.wrap(module))
+    module.head = With(lambda m, x: m.linear(x.float()), linear=nn.Linear(WIDTH, 2))
+    module.head.linear.weight.requires_grad_(False)
+    return module
 
 
-@scenario(STAGES, tolerance=FLOAT, dtype=torch.float32)
-def test_frozen_parameters_have_another_dtype(run: Run) -> None:
-    """Adapters on a base model in half precision."""
+def with_adapter() -> nn.Module:
+    """Return an adapter on a base in half precision."""
 
-    class Adapter(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.base = nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16).requires_grad_(False)
-            self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        return m.base(x.bfloat16()).to(x.dtype) + m.up(m.down(x))
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.base(x.bfloat16()).to(x.dtype) + self.up(self.down(x))
+    base = nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16).requires_grad_(False)
+    return With(forward, base=base, down=nn.Linear(WIDTH, 2, bias=False), up=nn.Linear(2, WIDTH, bias=False))
 
-    train_parts(run, run.wrap(Blocks(Adapter(), Adapter())))
+
+def error(model: Model, x: Tensor, _rank: int) -> Tensor:
+    return error_of(model(x))
+
+
+TABLE = {
+    "autocast": cases(
+        {
+            "around the model": trains_parts(Blocks, under_autocast),
+            "inside the model": trains_parts(partial(checkpointed, True), error),
+            "around checkpoints": trains_parts(partial(checkpointed, False), under_autocast),
+        },
+        tolerance=FLOAT,
+        dtype=torch.float32,
+    ),
+    "autocast-around-forwards": cases(
+        {"below stage 3": around_several_forwards(True)}, stages=[0, 1, 2], tolerance=FLOAT, dtype=torch.float32
+    )
+    | cases({"stage 3": around_several_forwards(False)}, stages=[3], tolerance=FLOAT, dtype=torch.float32),
+    "half-precision": cases(
+        {"some layers": trains_parts(with_block_in_half_precision, error)}, tolerance=HALF, dtype=torch.float32
+    )
+    | cases(
+        {"frozen parameters": trains_parts(lambda: Blocks(with_adapter(), with_adapter()), error)},
+        tolerance=FLOAT,
+        dtype=torch.float32,
+    ),
+}
+
+test_scenario = as_test(__name__, TABLE)

@@ -3,13 +3,15 @@
 import itertools
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from parallel.validation.errors import ConfigError
-from tests.scenarios import DEFAULT, GROUPS, HOST, WIDTH, Blocks, Configuration, Run, mean_square, scenario
+from tests.procedures import With, choosing, trains_parts
+from tests.scenarios import STAGES, WIDTH, Block, Blocks, Model, Run, as_test, cases, mean_square
 from zero import Muon, ZeroDataParallel, ZeroOptimizer, load, save, uneven
 
 
@@ -32,8 +34,7 @@ def uneven_steps(run: Run) -> Iterator[list[tuple[Tensor, float]]]:
         yield [(batch, 1 / run.num_ranks) for batch in batches if batch is not None]
 
 
-@scenario(DEFAULT + GROUPS)
-def test_ranks_run_out_of_batches_at_different_steps(run: Run) -> None:
+def uneven_batches(run: Run) -> None:
     model, optimizer = run.start(Blocks())
     num_steps = 0
     for step in uneven_steps(run):
@@ -46,13 +47,15 @@ def test_ranks_run_out_of_batches_at_different_steps(run: Run) -> None:
 
 
 class Experts(nn.Module):
-    """A layer whose rows choose an expert by their first element: some ranks use experts that others do not."""
+    """A layer whose rows choose an expert by their first element, if there is no `number`: ranks use other ones."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.experts, self.number = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3)), None
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.number is not None:
+            return x + self.experts[self.number](x)
         choice = (x[:, 0] * 3).long().abs() % len(self.experts)
         output = torch.zeros_like(x)
         for number, expert in enumerate(self.experts):
@@ -61,56 +64,34 @@ class Experts(nn.Module):
         return x + output
 
 
-class Mixture(Blocks):
-    def __init__(self) -> None:
-        super().__init__(Experts(), Experts())
+def mixture(run: Run) -> Model:
+    """Return a model whose units contain all experts of a layer, since ranks use experts of their own."""
+    return run.wrap(Blocks(Experts(), Experts()), **({"units": ("blocks.*",)} if run.shards_parameters else {}))
 
 
-@scenario(DEFAULT + GROUPS)
-def test_ranks_use_experts_of_their_own_if_a_unit_contains_them_all(run: Run) -> None:
-    settings = {"units": ("blocks.*",)} if run.shards_parameters else {}
-    model = run.wrap(Mixture(), **settings)
+def experts(run: Run) -> None:
+    model = mixture(run)
     run.train(model, run.optimizer(model), steps=range(4))
 
 
-class Chosen(Experts):
-    def forward(self, x: Tensor, number: int) -> Tensor:
-        return x + self.experts[number](x)
-
-
-class ChosenMixture(Blocks):
-    def __init__(self) -> None:
-        super().__init__(Chosen(), Chosen())
-
-    def forward(self, x: Tensor, number: int) -> Tensor:
-        x = self.embed(x)
-        return self.head(self.blocks[1](self.blocks[0](x, number), 2 - number))
-
-
-@scenario(DEFAULT + HOST + GROUPS)
-def test_experts_that_no_rank_used_are_not_updated(run: Run) -> None:
-    settings = {"units": ("blocks.*",)} if run.shards_parameters else {}
+def unused_experts(run: Run) -> None:
     for kind, of_kind in ((torch.optim.AdamW, {}), (torch.optim.SGD, {"momentum": 0.9})):
-        model = run.wrap(ChosenMixture(), **settings)
-        rest = [param for name, param in model.module.named_parameters() if not name.startswith("blocks.1.")]
-        groups = [{"params": rest}], [{"params": list(model.module.blocks[1].parameters())}]
-        optimizers = [
-            run.optimizer(model, kind, list(part), skip_unused=True, lr=0.1, weight_decay=0.5, **of_kind)
-            for part in groups
-        ]
+        model = mixture(run)
+        optimizer = run.optimizer(model, kind, skip_unused=True, lr=0.1, weight_decay=0.5, **of_kind)
         for step in range(4):
             ranks = range(run.num_ranks) if run.is_plain else [run.data.rank]
             for rank, part in zip(ranks, run.parts(step), strict=True):
-                number = (step + rank % 2) % 3  # of two experts, the third is not used
-                ((model(part, number) - 0.5).square().mean() / len(ranks)).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+                first, second = model.module.blocks
+                first.number = (step + rank % 2) % 3  # of two experts, the third is not used
+                second.number = 2 - first.number
+                (mean_square(model, part) / len(ranks)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 def test_a_parameter_without_a_gradient_warns_once_unless_it_is_skipped():
     for skips in (False, True):
-        model = ZeroDataParallel(Mixture())
+        model = ZeroDataParallel(Blocks(Experts(), Experts()))
         optimizer = ZeroOptimizer(model, torch.optim.AdamW, skip_unused=skips)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -144,8 +125,7 @@ def test_a_checkpoint_has_no_states_of_what_was_never_used_and_a_load_removes_la
     torch.testing.assert_close(model.module["later"].weight.detach(), expected)
 
 
-@scenario([Configuration(2)])
-def test_a_micro_batch_of_a_rank_reaches_no_parameter(run: Run) -> None:
+def a_micro_batch_that_reaches_no_parameter(run: Run) -> None:
     model, optimizer = run.start(Blocks())
     for step in range(2):
         optimizer.zero_grad()
@@ -157,13 +137,13 @@ def test_a_micro_batch_of_a_rank_reaches_no_parameter(run: Run) -> None:
         optimizer.step()
 
 
-@scenario([configuration for configuration in DEFAULT if configuration.stage < 3])
-def test_ranks_use_different_parameters_or_none(run: Run) -> None:
-    class Branches(Blocks):
-        def forward(self, x: Tensor, rank: int) -> Tensor:
-            x = self.embed(x)
-            return self.head(self.blocks[rank % 2](x) if rank % 2 else self.blocks[0](self.blocks[1](x)))
+class Branches(Blocks):
+    def forward(self, x: Tensor, rank: int) -> Tensor:
+        x = self.embed(x)
+        return self.head(self.blocks[rank % 2](x) if rank % 2 else self.blocks[0](self.blocks[1](x)))
 
+
+def different_parameters_or_none(run: Run) -> None:
     model, optimizer = run.start(Branches())
     for step in range(4):
         optimizer.zero_grad()
@@ -175,3 +155,41 @@ def test_ranks_use_different_parameters_or_none(run: Run) -> None:
                 loss = (model(part, rank) - 0.5).square().mean()
             (loss / len(ranks)).backward()
         optimizer.step()
+
+
+def repeat(m: Any, x: Tensor) -> Tensor:
+    for _ in range(m.times):
+        x = m.block(x)
+    return x
+
+
+def repeat_by_rank(model: Model, x: Tensor, rank: int) -> Tensor:
+    model.module.blocks[1].times = rank + 1
+    return mean_square(model, x)
+
+
+def choose_by_rank(model: Model, x: Tensor, rank: int) -> Tensor:
+    for block in model.module.blocks:
+        block.choice = rank % 2
+    return mean_square(model, x)
+
+
+TABLE = {
+    "uneven-data": cases(uneven_batches, few=STAGES),
+    "ranks-in-a-unit": cases(
+        experts,
+        {
+            "Qwen3-VL#126: ranks repeat a module inside a unit": trains_parts(
+                lambda: Blocks(Block(), With(repeat, block=Block(), times=1)), repeat_by_rank
+            ),
+            "pytorch#158719, pytorch#174862: ranks use other parameters": trains_parts(
+                lambda: Blocks(choosing(), choosing()), choose_by_rank
+            ),
+        },
+    ),
+    "ranks-of-other-units": cases(different_parameters_or_none, stages=[0, 1, 2], few=STAGES[:3])
+    | cases(a_micro_batch_that_reaches_no_parameter, stages=[2], few=[STAGES[2]]),
+    "unused-parameters": cases(unused_experts),
+}
+
+test_scenario = as_test(__name__, TABLE)
