@@ -38,7 +38,7 @@ def run(stage: int, store: str, defragments_gradients: bool) -> list[dict]:
             CONFIG, ReplicatedTokens(mesh.tensor), checkpointed_blocks(ActivationsConfig(store, defragment=False))
         )
         initialize(gpt, seed=0)
-        model = ZeroDataParallel(gpt, mesh.data, ZeroConfig(stage, 1000, defragment=defragments_gradients))
+        model = ZeroDataParallel(gpt, mesh.data, ZeroConfig(stage, 4000, defragment=defragments_gradients))
         optimizer = ZeroOptimizer(model, torch.optim.AdamW, fused=True)
         micro_batches = [torch.zeros(BATCH, CONFIG.seq_length + 1, dtype=torch.int64) for _ in range(2)]
         for _ in range(2):
