@@ -375,6 +375,8 @@ TABLE = {
                     "meta": wraps(lambda: nn.Linear(4, 4, device="meta")),
                     "head.weight is a TwoTensor": wraps(with_subclass),
                     "are views of the same memory": wraps(with_views),
+                    "view_as_real": wraps(lambda: nn.Linear(4, 4, dtype=torch.complex64)),
+                    "of torch.jit": wraps(lambda: torch.jit.script(nn.Linear(4, 4))),
                 }
             )
         }
