@@ -25,7 +25,7 @@ from zero import Mesh, ZeroConfig, ZeroDataParallel, ZeroOptimizer, save, start_
 
 losses = {}
 world = start_world()
-mesh = Mesh.create(world)
+mesh = Mesh.create(tensor_size=1, device_type=world.device.type)
 for stage in range(4):
     torch.manual_seed(0)
     module = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).to(world.device)
@@ -140,10 +140,10 @@ def test_the_wheel_alone_trains_in_all_stages(python_with_wheel: Path, tmp_path:
 
 @pytest.mark.full
 def test_mypy_knows_the_names_of_the_wheel(python_with_wheel: Path, tmp_path: Path):
-    (tmp_path / "types.py").write_text(TYPES)
-    mypy = sys.executable, "-m", "mypy", "--python-executable", python_with_wheel, "types.py"
+    (tmp_path / "names.py").write_text(TYPES)
+    mypy = sys.executable, "-m", "mypy", "--python-executable", python_with_wheel, "names.py"
     ended = subprocess.run([*map(str, mypy)], cwd=tmp_path, capture_output=True, text=True, check=False)
     known, axis, error, _ = ended.stdout.splitlines()
     assert "zero.engine.ZeroDataParallel" in known
     assert "parallel.mesh.Axis" in axis
-    assert error.endswith('Module has no attribute "ZeroDateParallel"; maybe "ZeroDataParallel"?  [attr-defined]')
+    assert error.endswith('error: Module has no attribute "ZeroDateParallel"  [attr-defined]')
