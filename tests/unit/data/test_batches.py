@@ -100,14 +100,6 @@ def test_an_error_in_the_thread_reaches_the_consumer_at_its_step():
     assert _readers() == []
 
 
-def test_a_token_outside_the_vocabulary_is_reported_with_its_place(write_corpus):
-    prefix = write_corpus([[1, 2, 3, 4, 5], [6, 7, 300, 9, 10]])
-    samples = open_samples(prefix, split=[1, 0, 0], seq_length=9, seed=1)
-    assert len(list(_loader(samples, micro_batch_size=1, vocab_size=301).steps([(0, 1)]))) == 1
-    with pytest.raises(DataError, match=r"token id 300 in sample 0 \(.*corpus.bin, document \d\) .*vocab_size=300"):
-        next(_loader(samples, micro_batch_size=1, vocab_size=300).steps([(0, 1)]))
-
-
 def test_a_batch_that_does_not_divide_is_reported_with_both_numbers():
     message = r"train.global_batch_size=10 is not divisible by .* 2 x 4; choose a multiple of 8"
     with pytest.raises(DataError, match=message):

@@ -34,39 +34,24 @@ EXTREME = [0, 1, -1, 2**15, 2**31 - 1, -(2**31), 2**32, 2**62, 2**63 - 1, -(2**6
 Damage = Callable[[bytes], bytes]
 
 
-def _flip(place: float, mask: int) -> Damage:
-    return lambda content: _overwritten(content, place, lambda old: bytes([old[0] ^ mask]), 1)
+def _spliced(place: float, num_removed: int, inserted: bytes) -> Damage:
+    def damage(content: bytes) -> bytes:
+        start = int(place * len(content))
+        return content[:start] + inserted + content[start + num_removed :]
+
+    return damage
 
 
 def _set_number(place: float, number: int, num_bytes: int) -> Damage:
-    value = (number % 2 ** (8 * num_bytes)).to_bytes(num_bytes, "little")
-    return lambda content: _overwritten(content, place, lambda _: value, num_bytes)
-
-
-def _overwritten(content: bytes, place: float, change: Callable[[bytes], bytes], num_bytes: int) -> bytes:
-    start = int(place * max(len(content) - num_bytes, 0))
-    return content[:start] + change(content[start : start + num_bytes]) + content[start + num_bytes :]
-
-
-def _cut(place: float) -> Damage:
-    return lambda content: content[: int(place * len(content))]
-
-
-def _insert(place: float, inserted: bytes) -> Damage:
-    return lambda content: _overwritten(content, place, lambda _: inserted, 0)
-
-
-def _remove(place: float, num_bytes: int) -> Damage:
-    return lambda content: _overwritten(content, place, lambda _: b"", num_bytes)
+    return _spliced(place, num_bytes, (number % 2 ** (8 * num_bytes)).to_bytes(num_bytes, "little"))
 
 
 PLACE = st.floats(0, 1, exclude_max=True)
 DAMAGE: st.SearchStrategy[Damage] = st.one_of(
-    st.builds(_flip, PLACE, st.integers(1, 255)),
+    st.builds(_spliced, PLACE, st.just(1), st.binary(min_size=1, max_size=1)),
     st.builds(_set_number, PLACE, st.sampled_from(EXTREME), st.sampled_from([4, 8])),
-    st.builds(_cut, PLACE),
-    st.builds(_insert, PLACE, st.binary(min_size=1, max_size=16)),
-    st.builds(_remove, PLACE, st.integers(1, 16)),
+    st.builds(_spliced, PLACE, st.just(10**9), st.just(b"")),
+    st.builds(_spliced, PLACE, st.integers(0, 16), st.binary(max_size=16)),
 )
 
 

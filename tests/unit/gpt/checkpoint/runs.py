@@ -61,6 +61,10 @@ def save_runs(folder: Path) -> None:
                 saver.wait()
 
 
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
 @dataclass(frozen=True)
 class Loaded:
     """All that a run continues with."""

@@ -12,7 +12,7 @@ from gpt.checkpoint.layout import Progress
 from gpt.checkpoint.recovery import Recovery
 from gpt.settings.run import CheckpointSettings
 from parallel.validation.errors import ConfigError
-from tests.unit.gpt.checkpoint.runs import DATA, tiny_state, train_step
+from tests.unit.gpt.checkpoint.runs import DATA, names_in, tiny_state, train_step
 from zero.state.layout_file import LAYOUT
 
 
@@ -20,10 +20,6 @@ def make(folder: Path, *names: str) -> None:
     for name in names:
         (folder / name).mkdir(parents=True)
         (folder / name / LAYOUT).touch()
-
-
-def names_in(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
 
 
 def test_only_folders_with_the_name_of_a_step_are_checkpoints(tmp_path: Path):
@@ -135,21 +131,22 @@ def test_the_only_checkpoint_without_layout_leaves_the_beginning(tmp_path: Path)
         recovery(tmp_path, "auto").resume("")
 
 
+def assert_saved(folder: Path) -> None:
+    """Save the first step into the folder, and load it again."""
+    state = tiny_state()
+    saver = Saver(folder, state, kept=Kept(2), is_async=False, data=DATA)
+    saver.start(Progress(1, 1, "run"))
+    assert saver.wait() == folder / "step-00000001"
+    assert load(folder / "step-00000001", state) == Progress(1, 1, "run")
+
+
 def test_a_folder_in_the_way_of_a_save_is_set_aside(tmp_path: Path):
     make(tmp_path, "step-00000001")
-    state = tiny_state()
-    saver = Saver(tmp_path, state, kept=Kept(2), is_async=False, data=DATA)
-    saver.start(Progress(1, 1, "run"))
-    assert saver.wait() == tmp_path / "step-00000001"
+    assert_saved(tmp_path)
     assert names_in(tmp_path) == ["latest", "old-1-step-00000001", "step-00000001"]
-    assert load(tmp_path / "step-00000001", state) == Progress(1, 1, "run")
 
 
 def test_a_checkpoint_is_complete_if_only_latest_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     (tmp_path / LATEST).mkdir()  # which no file replaces
-    state = tiny_state()
-    saver = Saver(tmp_path, state, kept=Kept(2), is_async=False, data=DATA)
-    saver.start(Progress(1, 1, "run"))
-    assert saver.wait() == tmp_path / "step-00000001"
-    assert load(tmp_path / "step-00000001", state) == Progress(1, 1, "run")
+    assert_saved(tmp_path)
     assert caplog.messages == [f"{tmp_path / LATEST} cannot be written (Is a directory); the run goes on without it"]

@@ -18,7 +18,7 @@ from gpt.settings.run import CheckpointSettings
 from lab.faults.damage import DAMAGES
 from parallel.validation.errors import ConfigError
 from tests.programs import wait_until
-from tests.unit.gpt.checkpoint.runs import DATA, tiny_state, train_step
+from tests.unit.gpt.checkpoint.runs import DATA, names_in, tiny_state, train_step
 from zero.state import writer
 from zero.state.writer import SaveError
 
@@ -53,10 +53,6 @@ class Run:
         """Take a step, and return the weights."""
         train_step(self.state, step)
         return [param.detach().clone() for param in self.state.model.module.parameters()]
-
-
-def names_in(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
 
 
 def test_a_run_rolls_back_to_its_newest_checkpoint_and_saves_it_only_once(tmp_path: Path):

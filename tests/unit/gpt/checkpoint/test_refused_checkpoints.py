@@ -5,6 +5,8 @@ import logging
 import re
 import shutil
 from collections.abc import Callable
+from functools import reduce
+from operator import delitem, getitem, setitem
 from pathlib import Path
 from typing import Any
 
@@ -64,22 +66,11 @@ def test_a_file_of_another_checkpoint_is_named(runs: Path, run: Path, taken: str
 
 def at(*path: Any, value: Any) -> Callable[[dict[str, Any]], None]:
     """Return a function that sets a value inside of JSON."""
-
-    def change(content: Any) -> None:
-        for key in path[:-1]:
-            content = content[key]
-        content[path[-1]] = value
-
-    return change
+    return lambda content: setitem(reduce(getitem, path[:-1], content), path[-1], value)
 
 
 def without(*path: Any) -> Callable[[dict[str, Any]], None]:
-    def change(content: Any) -> None:
-        for key in path[:-1]:
-            content = content[key]
-        del content[path[-1]]
-
-    return change
+    return lambda content: delitem(reduce(getitem, path[:-1], content), path[-1])
 
 
 BUFFER = ("state", "buffers", 0)

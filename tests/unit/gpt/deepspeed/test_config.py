@@ -3,10 +3,9 @@
 import json
 import math
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import reduce
 from io import StringIO
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from gpt.settings.parser import parse_settings
 from gpt.settings.schedule import ScheduleConfig
 from gpt.settings.settings import Settings
 from gpt.settings.training import LossScaleSettings, ParallelSettings
+from gpt.settings.tree import dotted
 from parallel.validation.errors import ConfigError
 from tests.source_files import ROOT
 from zero.activations.checkpointed_blocks import ActivationsConfig
@@ -29,16 +29,6 @@ from zero.partition.config import ZeroConfig
 
 MODEL = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "seq_length": 16, "vocab_size": 300}
 BASE = ["--data.path=nowhere", *(f"--model.{name}={value}" for name, value in MODEL.items())]
-
-
-class Flat(dict[str, Any]):
-    """Settings by dotted names, as the parser passes them."""
-
-    def __init__(self, settings: Settings):
-        self.settings = settings
-
-    def __getitem__(self, name: str) -> Any:
-        return look_up(self.settings, name)
 
 
 @pytest.fixture
@@ -71,7 +61,7 @@ def translated(written, base):
     """Return the settings that the file alone sets."""
 
     def translated(content: Any, options: frozenset[str] = frozenset(), settings: Settings = base) -> dict[str, Any]:
-        found = translate(written(content), Flat(settings), options, 4)
+        found = translate(written(content), dotted(asdict(settings)), options, 4)
         found.check()
         return found.settings
 
@@ -92,10 +82,6 @@ def merged(*contents: dict[str, Any]) -> dict[str, Any]:
 
 def zero(**keys: Any) -> dict[str, Any]:
     return {"zero_optimization": keys}
-
-
-def look_up(settings: Settings, name: str) -> Any:
-    return reduce(getattr, name.split("."), settings)
 
 
 def host(*states: str) -> dict[str, Any]:
@@ -285,31 +271,29 @@ def test_all_refused_keys_are_reported_at_once_and_shown(parse):
     assert text_of(tables).count("│ refused ") == 2
 
 
-@pytest.mark.parametrize("present", list(product([False, True], repeat=3)))
-def test_any_two_batch_sizes_give_the_third(parse, present: tuple[bool, ...]):
-    content = {name: value for (name, value), is_there in zip(FULL.items(), present, strict=True) if is_there}
-    train = parse(content, "--config", "{train: {micro_batch_size: 5, global_batch_size: 20}}").train
-    expected = {
-        (False, False, False): (5, 20),  # nothing is said
-        (False, False, True): (5, 5 * 4 * 4),  # of this project's micro-batches
-        (False, True, False): (2, 2 * 4),
-        (True, False, False): (8, 32),
-    }
-    assert (train.micro_batch_size, train.global_batch_size) == expected.get(present, (2, 32))
+BATCH, MICRO, ACCUMULATION = FULL
 
 
 @pytest.mark.parametrize(
     ("content", "options", "expected"),
     [
-        (FULL | {"train_batch_size": "auto"}, [], (2, 32)),
-        ({"train_batch_size": 40, "train_micro_batch_size_per_gpu": "auto"}, [], (5, 40)),
+        ({}, [], (5, 20)),  # nothing is said
+        ({ACCUMULATION: 4}, [], (5, 5 * 4 * 4)),  # of this project's micro-batches
+        ({MICRO: 2}, [], (2, 2 * 4)),
+        ({BATCH: 32}, [], (8, 32)),
+        ({BATCH: 32, MICRO: 2}, [], (2, 32)),
+        ({BATCH: 32, ACCUMULATION: 4}, [], (2, 32)),
+        ({MICRO: 2, ACCUMULATION: 4}, [], (2, 32)),
+        (FULL, [], (2, 32)),
+        (FULL | {BATCH: "auto"}, [], (2, 32)),
+        ({BATCH: 40, MICRO: "auto"}, [], (5, 40)),
         ({}, ["--train.micro_batch_size=1"], (1, 20)),
         ({}, ["--train.global_batch_size=40"], (5, 40)),
-        ({"train_micro_batch_size_per_gpu": 2}, ["--train.global_batch_size=40"], (2, 40)),
-        ({"gradient_accumulation_steps": 2}, ["--train.global_batch_size=40"], (5, 40)),
+        ({MICRO: 2}, ["--train.global_batch_size=40"], (2, 40)),
+        ({ACCUMULATION: 2}, ["--train.global_batch_size=40"], (5, 40)),
     ],
 )
-def test_batch_sizes_that_the_file_leaves_open(parse, content: Any, options: list[str], expected: tuple[int, int]):
+def test_any_two_batch_sizes_give_the_third(parse, content: Any, options: list[str], expected: tuple[int, int]):
     train = parse(content, "--config", "{train: {micro_batch_size: 5, global_batch_size: 20}}", *options).train
     assert (train.micro_batch_size, train.global_batch_size) == expected
 

@@ -148,7 +148,6 @@ ROPE = {"rope_type": "default", "rope_theta": 1e4}
 LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 1e4, "factor": "8", "low_freq_factor": 1.0}
 LLAMA3_ROPE |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8}
 REFUSED = [
-    ("gpt2", {"activation_function": "relu"}, "activation_function='relu', only 'gelu_new'"),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True, only False"),
     ("gpt2", {"embd_pdrop": 0.3}, "embd_pdrop=0.3, only 0.0"),
     *((name, {"is_causal": False}, "is_causal=False, only True") for name in ("gpt2", "llama", "qwen3")),
@@ -158,7 +157,11 @@ REFUSED = [
     ("llama", {"attention_dropout": 0.1}, "attention_dropout=0.1, only 0.0"),
     ("llama", {"attention_dropout": None}, "attention_dropout=None, only 0.0"),
     ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5, only 1.0"),
-    ("llama", {"model_type": "granite"}, "config.json: the model has model_type='granite', only gpt2, llama, qwen2"),
+    (
+        "llama",
+        {"model_type": "granite"},
+        "model_type='granite', only gpt2, llama, qwen2, qwen3, mistral are sup",
+    ),
     ("llama", {"rope_parameters": ROPE | {"rope_type": "yarn", "factor": 2.0}}, "rope_type=yarn, only default and"),
     ("llama", {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5, only 1.0"),
     ("llama", {"rope_parameters": LLAMA3_ROPE}, "config.json: RopeScaling.factor=8 is a text; choose a number"),

@@ -8,11 +8,7 @@ import pytest
 
 from gpt.settings import option_names
 from gpt.settings.option_names import in_option_names, messages_in_option_names
-from parallel.mesh import Mesh
 from parallel.validation.errors import ConfigError
-from zero.activations.choice import Hardware
-from zero.memory.placement import OffloadConfig
-from zero.partition.config import ZeroConfig
 
 
 @pytest.mark.parametrize(
@@ -35,20 +31,6 @@ from zero.partition.config import ZeroConfig
 def test_names_of_the_libraries_become_options(text: str, expected: str):
     assert in_option_names(text) == expected
     assert in_option_names(expected) == expected
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: ZeroConfig(stage=7), r"^zero\.stage=7 is above 3; choose an integer from 0 to 3$"),
-        (lambda: OffloadConfig(accelerator_memory_gb=0), r"^offload\.accelerator_memory_gb=0 is not above 0"),
-        (lambda: Hardware(memory_gb=-1), r"^activations\.hardware\.memory_gb=-1 is not above 0"),
-        (lambda: Mesh.create(3), r"^parallel\.tensor_size=3 does not divide the 1 ranks; choose 1,"),
-    ],
-)
-def test_an_error_names_the_option(make, message):
-    with pytest.raises(ConfigError, match=message), messages_in_option_names():
-        make()
 
 
 def test_an_error_keeps_its_class_and_its_other_arguments():

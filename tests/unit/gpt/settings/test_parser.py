@@ -93,6 +93,11 @@ def test_a_mistake_in_an_option_is_explained(arguments: list[str], message: str)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (
+            ["--model.hidden_size=100", "--model.num_heads=12"],
+            "model.hidden_size=100 is not divisible by model.num_heads=12; choose a multiple of 12, such as hidden_",
+        ),
+        (["--model.dropout=1.0"], "model.dropout=1.0 is not below 1; choose a number of 0 or more and below 1"),
         (["--data.packing=best_fit"], "data.packing=best_fit needs data.mask_documents=true, because a packed"),
         (["--model.positions=rope", "--model.head_dim=3"], "model.positions=rope rotates pairs, and heads have an odd"),
         (

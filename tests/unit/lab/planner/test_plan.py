@@ -189,23 +189,6 @@ def test_of_layouts_within_the_error_the_simplest_wins(seconds, gigabytes, best,
     assert ("a tie" in printed) == (num_tied > 1)
 
 
-@pytest.mark.parametrize(
-    "constraint",
-    [
-        {"zero.stage": 3, "zero.accumulate": "local"},
-        {"parallel.shard_size": 4, "zero.optimizer_over": "all", "offload.mode": "host", "zero.stage": 2},
-        {"parallel.tensor_size": 4, "activations.store": "partition_host", "train.micro_batch_size": 10},
-    ],
-    ids=str,
-)
-def test_every_layout_keeps_what_is_fixed(constraint: dict):
-    options = (f"--{name}={value}" for name, value in constraint.items())
-    plan = search(*SMALL, *options, world_size=32, fixed=tuple(constraint)).plan()
-    for found in [*plan.fitting, *plan.too_large]:
-        assert {name: getattr(found.layout, FIELDS[name]) for name in constraint} == constraint
-    assert len(plan.fitting) > 1
-
-
 SMALL = "--model.num_layers=8", "--model.hidden_size=1024", "--model.num_heads=16"
 VALUES = {
     "parallel.tensor_size": (1, 2, 3),

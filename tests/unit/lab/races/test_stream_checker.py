@@ -147,14 +147,6 @@ def leave_to_another_thread_what_has_not_landed(waits: bool) -> object:
     return copy
 
 
-def overwrite_on_the_host_what_a_copy_reads(waits: bool) -> object:
-    side, source, out = SideStream(CPU), on_host(4), torch.empty(4)
-    with side.context():
-        out.copy_(source, non_blocking=True)
-    wait_if(waits, side.host_work())
-    return source.zero_(), out
-
-
 def read_on_the_host_before_a_query(waits: bool) -> object:
     copy = on_host(1).copy_(torch.ones(1), non_blocking=True)
     has_run = launched_work(CPU)
@@ -187,7 +179,6 @@ PROGRAMS: dict[Program, tuple[str, str]] = {  # (what is reported, the wait that
     read_on_the_host_what_has_not_landed: ("add by the host", "the host must wait for side stream 1"),
     convert_on_the_host_what_has_not_landed: ("a read by the host", "the host must wait for the computation"),
     leave_to_another_thread_what_has_not_landed: ("a read by the host", "the host must wait for the computation"),
-    overwrite_on_the_host_what_a_copy_reads: ("zero_ by the host", "the host must wait for side stream 1"),
     read_on_the_host_before_a_query: ("_local_scalar_dense by the host", "the host must wait for the computation"),
     launch_a_gather_beside_a_copy: ("all_gather by the communicator", "must wait for side stream 1"),
 }
@@ -269,15 +260,6 @@ def test_what_happens_after_the_check_is_not_reported():
     del work
     total.tolist()
     assert checker.reports == []
-
-
-def test_host_memory_that_is_reduced_has_been_copied_to_the_device():
-    with streams_checked(CPU):
-        axis, grad = data_axis(), on_host(4).zero_()
-        message = torch.cat([grad]).to(axis.communication_device(grad))
-        axis.all_reduce(message, out=message).wait()
-        grad.copy_(message)  # the host waits
-        grad.mul_(2)
 
 
 def test_a_second_stream_that_waits_on_the_same_work_is_not_made_to_wait():
