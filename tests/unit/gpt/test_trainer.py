@@ -37,12 +37,14 @@ def test_a_resumed_run_warns_if_its_learning_rate_jumps(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, factor: float | None, step: int, is_warned: bool
 ):
     settings = parse_settings([f"--config={BASE}", "--train.steps=100", "--schedule.warmup_steps=10"])
-    rate = learning_rate(settings.schedule, settings.optimizer.lr, 19, 100)
+    rate, following = (learning_rate(settings.schedule, settings.optimizer.lr, step, 100) for step in (19, 20))
     MetricsFile(tmp_path).append(record(20) if factor is None else record(20, lr=factor * rate))
     settings = replace(settings, run=replace(settings.run, dir=str(tmp_path)))
     with caplog.at_level(logging.WARNING):
         Records(settings, is_first=True).warn_if_rate_changed(step)
-    assert bool(caplog.messages) == is_warned
+    found = [message.partition(" (")[0] for message in caplog.messages]
+    warning = f"step 20 had the learning rate {0.5 * rate:.2e}, and step 21 gets {following:.2e}"
+    assert found == [f"warning: the schedule has changed: {warning}"] * is_warned
 
 
 def test_each_validation_corpus_has_a_loss_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -327,16 +327,6 @@ def test_an_option_that_contradicts_the_rest_of_the_file_is_reported(parse, cont
         parse(content, option)
 
 
-def test_options_override_the_file_and_the_file_overrides_yaml(parse):
-    content = merged(zero(stage=1, reduce_bucket_size=5e6, overlap_comm=False), {"gradient_clipping": 0.5})
-    config = ["--config", "{zero: {stage: 3, bucket_numel: 77}, optimizer: {clip_norm: 7.0, eps: 1.0e-6}}"]
-    tables: list[Table] = []
-    settings = parse(content, "--zero.stage=2", *config, show=tables.append)
-    assert (settings.zero.stage, settings.zero.bucket_numel, settings.zero.overlap) == (2, 5_000_000, False)
-    assert (settings.optimizer.clip_norm, settings.optimizer.eps) == (0.5, 1e-6)
-    assert re.search(r"zero_optimization.stage=1 .*mapped .*zero.stage=2 by option", text_of(tables))
-
-
 def test_a_yaml_file_may_name_the_json_file(parse, tmp_path: Path):
     by_option = parse(zero(stage=3))
     by_file = parse_settings([*BASE, "--config", f"{{zero: {{deepspeed_config: {tmp_path / 'ds_config.json'}}}}}"])
@@ -354,8 +344,9 @@ def test_the_written_settings_do_not_need_the_file(parse, tmp_path: Path):
 def test_the_table_has_every_key_once(parse):
     content = merged(zero(stage=1, cpu_offload=True, sub_group_size=1e9), {"gradient_clipping": "auto"})
     tables: list[Table] = []
-    parse(content, show=tables.append)
+    parse(content, "--zero.stage=2", show=tables.append)
     text = text_of(tables)
+    assert re.search(r"zero_optimization.stage=1 .*mapped .*zero.stage=2 by option", text)
     assert re.search(r"zero_optimization.cpu_offload=true .*mapped .*offload.mode=host", text)
     assert re.search(r"sub_group_size=1000000000 .*not needed .*one bucket at a time", text)
     assert re.search(r"gradient_clipping=auto .*left to the settings .*optimizer.clip_norm=1", text)

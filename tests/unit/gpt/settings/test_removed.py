@@ -10,7 +10,6 @@ import yaml
 
 from gpt.settings import removed
 from gpt.settings.parser import parse_settings
-from gpt.settings.removed import Removed
 from gpt.settings.settings import Settings
 from gpt.settings.tree import dotted
 from parallel.validation.errors import ConfigError
@@ -18,15 +17,7 @@ from tests.source_files import ROOT
 from tests.unit.gpt.settings.test_settings import BASE
 
 EARLIER = Path(__file__).with_name("earlier_config.yaml")
-GROUP = {"name": Removed("torch", "choose optimizer.name"), "parts.sizes": Removed([1, 2], "remove it")}
-DEFAULTS = "train:\n  steps: 7\n  extra:\n    name: torch\n    parts:\n      sizes: [1, 2]\n"
-
-
-@pytest.fixture
-def _rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, row in GROUP.items():
-        monkeypatch.setitem(removed.REMOVED_SETTINGS, f"train.extra.{name}", row)
-    monkeypatch.setitem(removed.REMOVED_VALUES, "optimizer.name", {"lamb": "choose adamw"})
+DION = "optimizer:\n  dion:\n    rank_fraction: 0.25\n    lr_factor: 1.0\n"  # a group that is removed
 
 
 @pytest.fixture
@@ -73,34 +64,30 @@ def test_the_file_of_an_earlier_run_that_needs_more_is_refused(
     assert str(raised.value).startswith(f"{file}, line {number + 1}: {name}={value} is removed; {remedy}")
 
 
-@pytest.mark.usefixtures("_rows")
 def test_a_removed_group_with_its_defaults_changes_nothing(file: Path):
-    expected = parse(file, "train:\n  steps: 7\n")
-    assert parse(file, DEFAULTS) == expected
-    assert parse(file, "train:\n  steps: 7\n  extra:\n") == expected
-    assert parse(file, DEFAULTS, "--train.extra.name=torch", "--train.extra={parts: {sizes: [1, 2]}}") == expected
+    expected = parse_settings([f"--config={BASE}"])
+    assert parse(file, DION) == expected
+    assert parse(file, "optimizer:\n  dion:\n") == expected
+    assert parse(file, DION, "--optimizer.dion.lr_factor=1.0", "--optimizer={dion: {rank_fraction: 0.25}}") == expected
 
 
-@pytest.mark.usefixtures("_rows")
-def test_what_needs_a_removed_setting_or_value_is_refused_with_its_place_and_the_remedy(file: Path):
-    place = f"{file}, line"
-    for content, options, message in (
-        (DEFAULTS.replace("torch", "apex"), (), f"{place} 4: train.extra.name=apex is removed; choose optimizer.name"),
-        (DEFAULTS.replace("2]", "3]"), (), f"{place} 6: train.extra.parts.sizes=[1, 3] is removed; remove it"),
-        (DEFAULTS, ("--train.extra.name=apex",), "train.extra.name=apex is removed; choose optimizer.name"),
-        (DEFAULTS, ("--train.extra.parts={sizes: 1}",), "--train.extra.parts, line 1: train.extra.parts.sizes=1 is re"),
-        ("optimizer:\n  name: lamb\n", (), f"{place} 2: optimizer.name=lamb is removed; choose adamw"),
-        (DEFAULTS, ("--optimizer.name=lamb",), "optimizer.name=lamb is removed; choose adamw"),
-        (DEFAULTS, ("--train.extra.nam=torch",), "train.extra.nam: there is no such setting"),
-        (DEFAULTS, ("--train.extra=5",), "train.extra=5 is not a group of settings; write its settings below train.e"),
-    ):
-        with pytest.raises(ConfigError) as raised:
-            parse(file, content, *options)
-        assert str(raised.value).startswith(message)
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--optimizer.dion.lr_factor=2", "optimizer.dion.lr_factor=2 is removed; choose optimizer.name=muon and opti"),
+        ("--optimizer.dion={lr_factor: 2}", "--optimizer.dion, line 1: optimizer.dion.lr_factor=2 is removed; choose"),
+        ("--optimizer.name=dion", "optimizer.name=dion is removed; choose muon"),
+        ("--optimizer.dion.lr_facto=1", "optimizer.dion.lr_facto: there is no such setting"),
+        ("--optimizer.dion=5", "optimizer.dion=5 is not a group of settings; write its settings below optimizer.dion"),
+    ],
+)
+def test_an_option_that_needs_a_removed_setting_or_value_is_refused(file: Path, option: str, message: str):
+    with pytest.raises(ConfigError) as raised:
+        parse(file, DION, option)
+    assert str(raised.value).startswith(message)
 
 
-@pytest.mark.usefixtures("_rows")
 def test_a_later_layer_replaces_what_is_removed(file: Path):
-    content = "optimizer:\n  name: lamb\ntrain:\n  extra:\n    name: apex\n"
-    found = parse(file, content, "--optimizer.name=adamw", "--train.extra.name=torch")
+    content = "optimizer:\n  name: dion\n  dion:\n    rank_fraction: 0.5\n"
+    found = parse(file, content, "--optimizer.name=adamw", "--optimizer.dion.rank_fraction=0.25")
     assert found == parse(file, "optimizer:\n  name: adamw\n")

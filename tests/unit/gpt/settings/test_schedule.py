@@ -12,7 +12,6 @@ from gpt.settings.schedule import (
     consumed_samples_after,
     global_batch_size,
     learning_rate,
-    rate_change,
 )
 from gpt.settings.training import RampUpConfig, TrainSettings
 from parallel.validation.errors import ConfigError
@@ -38,16 +37,6 @@ def test_learning_rates(settings, expected):
     config = ScheduleConfig(min_lr=2, warmup_steps=4, **settings)
     rates = [learning_rate(config, 10, step, num_steps=24) for step in (0, 1, 4, 14, 19, 24, 40)]
     assert rates == pytest.approx(expected)
-
-
-def test_a_resumed_run_with_another_schedule_is_warned_of():
-    config = ScheduleConfig(min_lr=2e-4)
-    last = learning_rate(config, 2e-3, 299, num_steps=300)
-    assert rate_change(config, 2e-3, 300, 300, last) is None
-    assert rate_change(ScheduleConfig(min_lr=2e-4, decay_steps=300), 2e-3, 600, 300, last) is None
-    warning = rate_change(config, 2e-3, 600, 300, last)
-    assert warning is not None
-    assert "step 300 had the learning rate 2.00e-04, and step 301 gets 1.10e-03" in warning
 
 
 def test_without_warm_up_the_first_step_has_the_full_rate():
