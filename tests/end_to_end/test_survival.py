@@ -12,14 +12,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 from torch import Tensor
 
-import pretrain_gpt
-from gpt import trainer
 from gpt.builder.loss_guard import LossGuard
 from gpt.monitor import watch
 from gpt.run_folder.files import read_steps
@@ -164,38 +161,6 @@ def test_a_rank_that_hangs_is_named_with_its_last_collective_and_the_job_ends(co
     (report,) = (run_dir / "hang").iterdir()
     assert report.name == "rank-0.json"
     assert json.loads(report.read_text())["collectives"][-1]["state"] == "reached"
-
-
-def hang_in_the_fourth_step(run_dir: Path) -> None:
-    """Train as the command line says, until rank 1 sleeps in a step."""
-    hangs, train_step, steps = stop_clock_of_watchdog(run_dir), trainer.train_step, []
-
-    def step_or_hang(*args: Any) -> Any:
-        steps.append(None)
-        if os.environ["RANK"] == "1" and len(steps) == 4:
-            hangs.touch()
-            time.sleep(1000)
-        return train_step(*args)
-
-    with mock.patch.object(trainer, "train_step", step_or_hang):
-        pretrain_gpt.main()
-
-
-HANGING_PROGRAM = """from pathlib import Path
-from tests.end_to_end.test_survival import hang_in_the_fourth_step
-hang_in_the_fourth_step(Path(__file__).parent / "run")
-"""
-
-
-@pytest.mark.full
-def test_all_ranks_of_a_job_that_hangs_leave_a_report_before_the_launcher_kills_them(corpus, tmp_path):
-    (tmp_path / "program.py").write_text(HANGING_PROGRAM)
-    arguments = options(corpus, tmp_path / "run", run__hang_seconds=20, zero__stage=3)
-    ended = run_python(*TWO_RANKS, str(tmp_path / "program.py"), *arguments, PYTHONPATH=str(ROOT))
-    assert ended.returncode == 3
-    assert "error: rank 1 has made no progress for 20 s: " in ended.stderr
-    reports = [json.loads((tmp_path / "run" / "hang" / f"rank-{rank}.json").read_text()) for rank in range(2)]
-    assert reports[0]["num_launched"] > reports[1]["num_launched"]
 
 
 STEP_6_FAILS = r"checkpoint of step 6 cannot be written to .*: "

@@ -120,7 +120,7 @@ SCENARIOS: dict[str, tuple[Any, ...]] = {  # (number of ranks, function, argumen
         several.__name__,
         "several-optimizers",
         "optimizers_of_disjoint_parameters",
-        [0, 1],
+        [0, 1, 3],
         True,
     ),
     "experts that no rank used": (

@@ -15,7 +15,6 @@ from tests.ranks import run_cases
 from zero.engine import ZeroDataParallel
 from zero.formulas import memory
 from zero.formulas.traffic import axis_bytes
-from zero.fp8 import convert
 from zero.optimizer import ZeroOptimizer
 from zero.partition.config import DTYPES, DtypeName, SumOverRanks, ZeroConfig
 from zero.partition.stage import STAGES, Lifetime
@@ -34,9 +33,8 @@ def train(
     gradients: tuple[DtypeName, DtypeName] | None,
     optimizer_over: Literal["group", "all"],
     sums: SumOverRanks,
-    in_fp8: bool = False,
 ) -> dict:
-    """Train in bf16 with gradients of two types: (accumulate, reduce), or the default ones; or with weights in FP8."""
+    """Train in bf16 with gradients of two types: (accumulate, reduce), or the default ones."""
     dtype = torch.bfloat16
     mesh = Mesh.create(tensor_size=1, shard_size=shard_size)
     mesh.log.keeps_events = True
@@ -51,12 +49,8 @@ def train(
         optimizer_over=optimizer_over,
         sum_over_ranks=sums,
         leaf_blocks=mesh.data.size,
-        gather_dtype="fp8" if in_fp8 else None,
     )
-    module = Chain(dtype)
-    if in_fp8:
-        convert(module)
-    model = ZeroDataParallel(module, mesh.data, config)
+    model = ZeroDataParallel(Chain(dtype), mesh.data, config)
     optimizer = ZeroOptimizer(model, torch.optim.AdamW, fused=True)
     for _ in range(4 if stage == 3 else 2):  # by the fourth the order of units is known, and the ranks agree on it
         mesh.log.clear()
@@ -88,7 +82,6 @@ LAYOUTS = pairwise(
     sums=["message", "leaves"],
 )
 TYPES: dict[str, tuple[DtypeName, DtypeName] | None] = {"message": PAPER, "leaves": None}
-IN_FP8 = 3, 2, None, 0, PAPER, "group", "message", True
 # By stage: the default types, which are fp32 twice where full gradients persist and else fp32 and bf16, and the others.
 GRADIENTS = [(stage, gradients) for stage in STAGES for gradients in (None, ("fp32", "bf16" if stage < 2 else "fp32"))]
 
@@ -103,7 +96,6 @@ def all_trained() -> dict[tuple, list[dict]]:
     cases[2] += [(stage, 2, None, 0, gradients, "group", "message") for stage, gradients in GRADIENTS]
     for stage, (data_size, shard_size, over), num_micro_batches, resident_numel, sums in map(dict.values, LAYOUTS):
         cases[data_size].append((stage, num_micro_batches, shard_size, resident_numel, TYPES[sums], over, sums))
-    cases[2].append(IN_FP8)
     return {
         (num_ranks, *case): found
         for num_ranks, of_size in cases.items()
@@ -233,16 +225,6 @@ def test_traffic_along_each_axis(layout):
             kept_bytes=found["last_block_bytes"],
         )
         assert (sent["shard" if shard_size else "data"], sent["replica"]) == expected
-
-
-def test_weights_in_fp8_take_4_bytes_instead_of_6_on_the_wire():
-    """Biases, 0.4% of the parameters, take 6; the block that runs last is gathered once."""
-    for found in all_trained()[2, *IN_FP8]:
-        num_micro_batches, num_weights = 2, WIDTH**2
-        gathers, reductions = num_micro_batches * (2 * NUM_BLOCKS - 1), num_micro_batches * NUM_BLOCKS
-        expected = (gathers + 2 * reductions) * num_weights / 2
-        assert found["written"] == pytest.approx(expected, rel=0.02)
-        assert found["written"] == pytest.approx(sum(event.wire_bytes for event in found["events"]), rel=0.02)
 
 
 def test_buffers_do_not_depend_on_the_model():

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -185,50 +184,6 @@ def test_an_optimizer_that_cannot_take_the_flag_waits_for_it():
     optimizer = ZeroOptimizer(model, torch.optim.SGD, loss_scale=LossScale(2.0, is_dynamic=True))
     with NoWaiting(), pytest.raises(AssertionError, match="reads a tensor's value"):
         train_step(model, optimizer, tokens_of(0, 0), mesh)
-
-
-def start(config: ZeroConfig, dtype: torch.dtype, offset: int) -> tuple[ZeroDataParallel, ZeroOptimizer]:
-    """Return a model and optimizer whose weights, buffers and loss scale depend on `offset`."""
-    module = build("toy", dtype=dtype)
-    module.register_buffer("phase", torch.randn(3, dtype=torch.complex64))
-    with torch.no_grad():
-        for tensor in (*module.parameters(), *module.buffers()):
-            tensor.add_(offset)
-    model = ZeroDataParallel(module, Mesh.create(tensor_size=1).data, config)
-    loss_scale = LossScale(4.0 + offset, is_dynamic=True, growth_interval=2)
-    return model, ZeroOptimizer(model, torch.optim.AdamW, loss_scale=loss_scale, lr=1e-2, fused=True)
-
-
-def take_steps(model: ZeroDataParallel, optimizer: ZeroOptimizer, steps: range) -> None:
-    for step in steps:
-        (next_token_loss(model, step, dist.get_rank()) * optimizer.loss_scale.scale).backward()
-        optimizer.step()
-
-
-def check_state_continues_bit_for_bit(folder: Path, buckets_of: dict[torch.dtype, list[int | None]]) -> None:
-    pairs = [(d, config) for d, sizes in buckets_of.items() for config in configs(*ALL_STAGES, bucket_numel=sizes)]
-    for dtype, config in pairs:
-        model, optimizer = start(config, dtype, offset=0)
-        take_steps(model, optimizer, range(1))
-        save(folder, model, optimizer)
-        take_steps(model, optimizer, range(1, 3))
-        other_model, other_optimizer = start(config, dtype, offset=1)
-        load(folder, other_model, other_optimizer)
-        take_steps(other_model, other_optimizer, range(1, 3))
-        assert_same_bits(params_of(other_model), params_of(model))
-        assert_same_bits(all_state(other_model, other_optimizer), all_state(model, optimizer))
-
-
-@pytest.mark.parametrize(
-    "buckets_of",
-    [
-        {torch.float32: [None], torch.bfloat16: [1500]},
-        pytest.param({torch.float32: [1500], torch.bfloat16: [None]}, marks=pytest.mark.full),
-    ],
-    ids=["few", "rest"],
-)
-def test_loaded_state_continues_bit_for_bit(tmp_path, buckets_of):
-    run_ranks(2, check_state_continues_bit_for_bit, tmp_path, buckets_of)
 
 
 def test_what_is_no_optimizer_for_the_model_is_refused():

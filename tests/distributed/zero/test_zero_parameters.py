@@ -71,13 +71,6 @@ def test_ranks_start_alike_and_train_every_kind_of_parameter(data_size):
     run_ranks(data_size, check_all, checks, configs(*ALL_STAGES, bucket_numel=[20, None]))
 
 
-@pytest.mark.parametrize("stage", ALL_STAGES)
-def test_sparse_gradients_are_refused(stage):
-    model = ZeroDataParallel(nn.Embedding(9, 4, sparse=True), Axis.trivial("data"), ZeroConfig(stage, 500))
-    with pytest.raises(ValueError, match=r"sparse gradients are not supported.*\(9, 4\)"):
-        model(torch.tensor([1, 2])).sum().backward()
-
-
 def check_a_dtensor_is_refused() -> None:
     mesh = init_device_mesh("cpu", (2,))
     module = nn.Linear(3, 4)

@@ -78,7 +78,7 @@ def test_states_of_any_kind_for_each_element_and_frozen_parameters_are_loaded(tm
     assert train(model, optimizer) == expected
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("write", [partial(write_deepspeed, num_ranks=1), write_universal])
 def test_a_run_of_deepspeed_goes_on_from_one_rank_and_from_universal_files(tmp_path: Path, write: Any, stage: int):
     def module() -> torch.nn.Module:

@@ -1,31 +1,19 @@
 """The norms of sharded gradients, on one rank: of all and of each layer, a few chunks at a time, or in blocks."""
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 from lab.observe.memory_tracker import MemoryTracker
-from parallel.comm_log import CommLog
-from parallel.mesh import Axis, Work
+from parallel.mesh import Axis
 from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
 from zero.partition.config import ZeroConfig
 from zero.step import grad_norm
-from zero.step.grad_norm import NUM_NORMS, GradNorm, layer_of, sums_of_squares
+from zero.step.grad_norm import NUM_NORMS, layer_of, sums_of_squares
 from zero.step.loss_scale import LossScale
 
 CPU = torch.device("cpu")
-
-
-@dataclass(frozen=True)
-class LonelyAxis(Axis):
-    """A rank whose peers add nothing to a sum."""
-
-    def all_gather(self, shard: Tensor, *, out: Tensor) -> Work:
-        out.zero_()[self.rank] = shard
-        return Work()
 
 
 def reduced(scale: float = 4.0) -> tuple[ZeroDataParallel, ZeroOptimizer, dict[str, Tensor]]:
@@ -53,20 +41,6 @@ def test_the_norms_are_those_of_the_gradients_without_the_loss_scale(monkeypatch
     for layer, norm in layers.items():
         own = [grad for name, grad in grads.items() if name.startswith(layer)]
         torch.testing.assert_close(norm, nn.utils.get_total_norm(own))
-
-
-@pytest.mark.parametrize(("rank", "counted"), [(0, ["0.weight", "0.bias", "1.weight", "1.bias"]), (1, ["1.weight"])])
-def test_what_is_replicated_along_the_tensor_axis_is_counted_by_its_first_rank(rank, counted):
-    model, optimizer, grads = reduced(scale=1.0)
-    tensor = LonelyAxis("tensor", 2, rank, CommLog())
-    names = dict(model.module.named_parameters())
-    owned = {bucket: list(flat.stretches(bucket.shard)) for flat in model.flats for bucket in flat.buckets}
-    axes = Axis.trivial("shard"), Axis.trivial("replica"), tensor
-    norm = GradNorm(owned, set(names.values()), axes, {names["1.weight"]}, optimizer.loss_scale.scale)
-    expected = nn.utils.get_total_norm([grads[name] for name in counted])
-    torch.testing.assert_close(norm.total(), expected)
-    of_layers = torch.stack([*norm.by_layer(model.module).values()])
-    torch.testing.assert_close(of_layers.norm(), expected)
 
 
 def test_the_norm_allocates_the_bytes_that_it_promises(monkeypatch):
