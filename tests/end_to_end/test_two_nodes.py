@@ -34,12 +34,9 @@ def test_a_run_that_loses_a_node_goes_on_as_if_nothing_had_happened(nodes, tmp_p
     assert all(code != 0 for code, _ in found.values())
 
 
-def preflight(
-    nodes: list[Node], arguments: list[str], on_second: str = "", num_nodes: int = 2
-) -> list[tuple[int, str]]:
+def preflight(nodes: list[Node], arguments: list[str], on_second: str = "") -> list[tuple[int, str]]:
     """Return (exit code, standard error) of each node; `on_second` is run by the shell of the second one first."""
-    own = [f"--nodes={num_nodes}", "--meet=10.77.0.1:29501", f"--wait={WAIT_SECONDS}"]
-    own += ["--names", "n1,n2,n3"[: 3 * num_nodes]]
+    own = ["--nodes=2", "--meet=10.77.0.1:29501", f"--wait={WAIT_SECONDS}", "--names", "n1,n2"]
     settings = ["--config", "configs/quickstart.yaml", *arguments]
     words = [sys.executable, "-m", "gpt.preflight", *own, "--", *settings]
     running = [
@@ -87,11 +84,6 @@ def test_what_is_wrong_with_a_node_is_found_with_its_name(nodes, tmp_path, on_se
     problems = [line.strip().removeprefix("error: preflight: ") for line in said.splitlines()]
     assert any(problem.startswith(found) for problem in problems)
     assert "n2" in said_by_second
-
-
-def test_a_node_that_does_not_answer_is_named(nodes):
-    (_, said), _ = preflight(nodes, [], num_nodes=3)
-    assert f"2 of 3 nodes have reported within {WAIT_SECONDS} s: n1, n2; missing: n3" in said
 
 
 def test_links_are_measured_and_a_slow_one_is_named(nodes, tmp_path):

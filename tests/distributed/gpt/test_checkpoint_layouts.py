@@ -1,4 +1,4 @@
-"""Every layout reads what any other has written: the logical tensors are equal, and training continues."""
+"""Every layout reads what any other has written: the logical tensors are equal."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,6 @@ from gpt.model.transformer import GPT, initialize
 from gpt.shape.config import ModelConfig
 from parallel.mesh import Mesh
 from parallel.tensor.token_layout import ReplicatedTokens, SplitTokens
-from tests.pairwise import pairwise
 from tests.ranks import run_ranks
 from tests.unit.gpt.model.models import VARIANTS
 from zero.activations.checkpointed_blocks import ActivationsConfig, checkpointed_blocks
@@ -49,9 +48,6 @@ class LayoutCase:
     @property
     def num_ranks(self) -> int:
         return self.data * self.tensor
-
-
-REFERENCE = LayoutCase(0)
 
 
 def build(case: LayoutCase) -> TrainState:
@@ -94,11 +90,10 @@ def save(state: TrainState, folder: Path, step: int, *, is_async: bool = False) 
     return found
 
 
-def train_and_save(case: LayoutCase, folder: Path, num_steps: int, num_more: int = 0) -> list[float]:
+def train_and_save(case: LayoutCase, folder: Path, num_steps: int) -> None:
     state = build(case)
     train(state, 0, num_steps)
     save(state, folder, num_steps)
-    return train(state, num_steps, num_more)
 
 
 def load_and_save(cases: list[LayoutCase], source: Path, folder: Path) -> None:
@@ -126,11 +121,11 @@ def logical(folder: Path) -> dict[str, Tensor]:
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
-    """Return a checkpoint of one process after two steps, and the losses of the three steps after it."""
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a checkpoint of one process after two steps."""
     folder = tmp_path_factory.mktemp("reference")
-    (losses,) = run_ranks(1, train_and_save, REFERENCE, folder, 2, 3)
-    return folder / "step-00000002", losses
+    run_ranks(1, train_and_save, LayoutCase(0), folder, 2)
+    return folder / "step-00000002"
 
 
 def assert_one_logical_form(cases: list[LayoutCase], source: Path, folder: Path) -> None:
@@ -149,7 +144,7 @@ def assert_one_logical_form(cases: list[LayoutCase], source: Path, folder: Path)
 @pytest.mark.parametrize(("data", "tensor"), [(1, 1), (1, 4), (2, 2), (4, 1)])
 def test_every_layout_loads_and_saves_one_logical_form(reference, tmp_path, data, tensor):
     cases = [LayoutCase(stage, data, tensor, is_split=tensor > 1 and stage % 2 == 1) for stage in range(4)]
-    assert_one_logical_form(cases, reference[0], tmp_path)
+    assert_one_logical_form(cases, reference, tmp_path)
 
 
 def test_other_buckets_units_placements_and_groups_of_shards_are_read_too(reference, tmp_path):
@@ -163,7 +158,7 @@ def test_other_buckets_units_placements_and_groups_of_shards_are_read_too(refere
         LayoutCase(1, 4, offload=OffloadConfig("host")),
         LayoutCase(3, 4, offload=OffloadConfig("host")),
     ]
-    assert_one_logical_form(cases, reference[0], tmp_path)
+    assert_one_logical_form(cases, reference, tmp_path)
 
 
 def test_keys_and_values_that_ranks_split_or_replicate_have_one_logical_form(tmp_path):
@@ -178,22 +173,4 @@ def test_keys_and_values_that_ranks_split_or_replicate_have_one_logical_form(tmp
 @pytest.mark.parametrize(("data", "tensor"), [(2, 4), (4, 2), (4, 4)])
 def test_every_large_layout_loads_and_saves_one_logical_form(reference, tmp_path, data, tensor):
     cases = [LayoutCase(stage, data, tensor, is_split=is_split) for stage in range(4) for is_split in (False, True)]
-    assert_one_logical_form(cases, reference[0], tmp_path)
-
-
-SAVED_PLACES, PLACES = [(2, 1), (1, 2), (4, 1)], [(4, 1), (2, 2), (1, 4)]  # (data, tensor)
-PAIRS = pairwise(saved_stage=[0, 1, 2, 3], stage=[3, 2, 1, 0], saved_place=SAVED_PLACES, place=PLACES)
-
-
-@pytest.mark.parametrize(
-    "pair",
-    [*PAIRS[:3], *(pytest.param(pair, marks=pytest.mark.full) for pair in PAIRS[3:])],
-    ids=lambda pair: " ".join(map(str, pair.values())),
-)
-def test_a_run_continues_at_another_layout(reference, tmp_path, pair):
-    """Its losses are equal up to rounding, since sums over ranks are taken in another order."""
-    saved_case = LayoutCase(pair["saved_stage"], *pair["saved_place"], is_split=pair["saved_place"][1] > 1)
-    case = LayoutCase(pair["stage"], *pair["place"], bucket_numel=1100)
-    run_ranks(saved_case.num_ranks, train_and_save, saved_case, tmp_path, 2)
-    losses = run_ranks(case.num_ranks, load_and_train, case, tmp_path / "step-00000002", 3)[0]
-    assert losses == pytest.approx(reference[1], rel=1e-10)
+    assert_one_logical_form(cases, reference, tmp_path)
