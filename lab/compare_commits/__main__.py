@@ -154,8 +154,10 @@ def _git(*words: str) -> None:
 
 def prepare_text(folder: Path) -> Path:
     """Prepare a text for both sides, and return its PREFIX."""
-    prefix, pages = folder / "text", [str(path) for path in sorted((ROOT / "docs").glob("*.md"))]
-    words = ["--source", *pages, "--output", str(prefix), "--train_vocab_size", str(VOCAB_SIZE), "--workers", "1"]
+    prefix, source = folder / "text", folder / "text.jsonl"
+    paragraphs = [part for path in sorted((ROOT / "docs").glob("*.md")) for part in path.read_text().split("\n\n")]
+    source.write_text("".join(json.dumps({"text": paragraph}) + "\n" for paragraph in paragraphs))
+    words = [f"--source={source}", f"--output={prefix}", f"--train_vocab_size={VOCAB_SIZE}", "--workers=1"]
     subprocess.run([sys.executable, "-m", "data.prepare", *words], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     return prefix
 
