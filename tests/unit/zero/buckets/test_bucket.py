@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from parallel.memory_kinds import TensorKind
 from parallel.mesh import Axis, Work
-from zero.buckets.grad_shard import BucketRanges, GradShard, Held
+from zero.buckets.grad_shard import BucketRanges, GradShard, Held, scale_into
 from zero.memory.placement import Offload, device_allocator
 from zero.memory.staging import BufferPool
 from zero.partition.stage import STAGES, GradientTypes, Lifetime, ShardingPolicy
@@ -68,3 +68,10 @@ def test_the_owned_shard_is_the_sum_of_all_reductions_since_it_was_freed(lifetim
         assert reduced(grads, first, 3.0, pool).tolist() == [3, 3, 3, 0, 0]
         assert reduced(grads, first, 4.0, pool).tolist() == [7, 7, 7, 0, 0]
         grads.free_owned()
+
+
+def test_a_product_of_another_type_is_rounded_once_and_does_not_overflow():
+    narrow = scale_into(torch.empty(2, dtype=torch.float16), torch.tensor([160000.0, 1.0]), 1 / 8)
+    assert narrow.tolist() == [20000.0, 0.125]
+    wide = scale_into(torch.empty(1), torch.tensor([1.0], dtype=torch.bfloat16), 1 / 3)
+    assert wide.item() == pytest.approx(1 / 3, rel=1e-6)

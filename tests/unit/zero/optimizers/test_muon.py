@@ -262,6 +262,23 @@ def test_a_step_with_an_infinite_gradient_leaves_no_trace(kind, fused):
     assert all(a.equal(b) for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.parametrize("kind", [Muon, Soap])
+def test_the_flag_of_a_grad_scaler_skips_updates_of_whole_parameters(kind):
+    torch.manual_seed(0)
+    start, good, bad = torch.randn(6, 4), torch.randn(6, 4), torch.full((6, 4), math.inf)
+    found = []
+    for grads in ([good, bad, -good], [good, -good]):
+        param = nn.Parameter(start.clone())
+        optimizer = kind([param], lr=0.1)
+        for grad in grads:
+            param.grad = grad.clone()
+            if len(grads) == 3:
+                optimizer.found_inf = torch.tensor(float(grad is bad))
+            optimizer.step()
+        found.append(param)
+    assert found[0].equal(found[1])
+
+
 @pytest.mark.parametrize("kind", [*KINDS.values(), Soap], ids=[*KINDS, "soap"])
 def test_a_step_reads_no_value_of_a_tensor(kind):
     module = Layers()
@@ -345,7 +362,7 @@ def test_a_closure_computes_the_gradients_of_a_step(kind):
 
 
 @pytest.mark.parametrize("kind", [*METHODS, CautiousAdamW])
-def test_a_grad_scaler_gives_gradients_without_its_scale_and_skips_those_that_overflow(kind):
+def test_a_grad_scaler_gives_gradients_without_its_scale(kind):
     """Its scale changes between steps, and momentum would have gradients of both scales."""
     (param,), (expected,) = params_of(SHAPES[:1]), params_of(SHAPES[:1])
     scaled, optimizer = (kind([one], cautious_decay=True) for one in (param, expected))
@@ -353,13 +370,12 @@ def test_a_grad_scaler_gives_gradients_without_its_scale_and_skips_those_that_ov
     for step in range(3):
         weights = torch.randn(param.shape, generator=torch.Generator().manual_seed(step))
         (expected * weights).sum().backward()
+        scaler.scale((param * weights).sum()).backward()
         optimizer.step()
+        scaler.step(scaled)
+        scaler.update()
         optimizer.zero_grad()
-        for factor in (1.0, math.inf) if step == 1 else (1.0,):
-            scaler.scale((param * weights).sum() * factor).backward()
-            scaler.step(scaled)
-            scaler.update()
-            scaled.zero_grad()
+        scaled.zero_grad()
     assert param.equal(expected)
 
 

@@ -118,3 +118,18 @@ def test_half_of_a_collectives_time_is_waited_for_other_ranks_with_one_warning(b
     assert caplog.messages == [
         "data rank 0 eats, and of 2 ranks 1 did so within 40 s; it waits for the others, at most 100 s"
     ]
+
+
+def test_the_rank_with_another_purpose_is_named_on_all(barriers, monkeypatch):
+    said = []
+
+    def come(_poll: int) -> bool:
+        with pytest.raises(BrokenBarrier) as raised:
+            barriers[1].wait("sleeps")
+        said.append(str(raised.value))
+        return False
+
+    on_poll(monkeypatch, come)
+    with pytest.raises(BrokenBarrier, match=r"^data rank 0 eats, data rank 1 sleeps$"):
+        barriers[0].wait("eats")
+    assert said == ["data rank 1 sleeps, another rank eats"]
