@@ -1,4 +1,4 @@
-"""Other optimizers than torch's Adam resume, with moments of another type than the weights."""
+"""Other optimizers than torch's Adam resume: with counters of groups, and moments of another type than the weights."""
 
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,26 @@ def resumed(folder: Path, saved: Wrapped, into: Wrapped) -> Wrapped:
     """Load into one pair what the other has saved."""
     load(save(folder / "saved", *saved), *into)
     return into
+
+
+def test_counters_of_groups_and_moments_of_another_type_resume_to_the_bit(tmp_path: Path):
+    undisturbed, interrupted = wrap(), wrap()
+    expected = train(undisturbed, range(6))
+    losses = train(interrupted, range(3))
+    continued = resumed(tmp_path, interrupted, wrap())
+    assert [group["num_steps"] for group in continued[1].inner.param_groups] == [3, 3]
+    assert [losses, train(continued, range(3, 6))] == [expected[:3], expected[3:]]
+
+
+def test_the_third_moment_of_amsgrad_resumes_to_the_bit(tmp_path: Path):
+    def wrap_amsgrad() -> Wrapped:
+        model = wrap_module()
+        return model, ZeroOptimizer(model, torch.optim.AdamW, lr=0.1, amsgrad=True)
+
+    expected = train(wrap_amsgrad(), range(6))
+    interrupted = wrap_amsgrad()
+    train(interrupted, range(3))
+    assert train(resumed(tmp_path, interrupted, wrap_amsgrad()), range(3, 6)) == expected[3:]
 
 
 def test_only_states_of_the_type_of_the_weights_take_that_of_the_weights_they_are_loaded_for(tmp_path: Path):
