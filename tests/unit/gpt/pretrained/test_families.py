@@ -157,11 +157,7 @@ REFUSED = [
     ("llama", {"attention_dropout": 0.1}, "attention_dropout=0.1, only 0.0"),
     ("llama", {"attention_dropout": None}, "attention_dropout=None, only 0.0"),
     ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5, only 1.0"),
-    (
-        "llama",
-        {"model_type": "granite"},
-        "model_type='granite', only gpt2, llama, qwen2, qwen3, mistral are sup",
-    ),
+    ("llama", {"model_type": "granite"}, "model_type='granite', only gpt2, llama, qwen2, qwen3, mistral are sup"),
     ("llama", {"rope_parameters": ROPE | {"rope_type": "yarn", "factor": 2.0}}, "rope_type=yarn, only default and"),
     ("llama", {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5, only 1.0"),
     ("llama", {"rope_parameters": LLAMA3_ROPE}, "config.json: RopeScaling.factor=8 is a text; choose a number"),
