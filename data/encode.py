@@ -8,6 +8,7 @@ yielded in the order in which they were read, so the result does not depend on t
 
 import os
 import signal
+import tempfile
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -26,6 +27,7 @@ from data.tokenizer import Tokenizer
 
 BATCH_BYTES = 512 << 10
 DOCUMENT_OVERHEAD_BYTES = 64  # added to each document's size, so that a batch of empty documents ends too
+MAX_TEMPORARY_FOLDER = 60  # bytes of a path: a socket in a folder in it may have 107
 MAX_REJECTED_CHARACTERS = 10_000  # of a rejected document that are kept
 BATCHES_AHEAD = 4  # for each worker, so that all others are busy while one encodes a large document
 
@@ -100,11 +102,15 @@ def _tokenizer_of_this_process(path: str, eod: int, bos: int | None) -> Tokenize
     return Tokenizer.from_file(path, eod, bos)
 
 
+def _start_method() -> str:
+    """Return how workers start: not by "fork", which can deadlock after the tokenizer's threads have run."""
+    return "forkserver" if len(os.fsencode(tempfile.gettempdir())) < MAX_TEMPORARY_FOLDER else "spawn"
+
+
 def encode_in_order(encoder: Encoder, documents: Iterable[Document], num_workers: int) -> Iterator[Encoded]:
     """Encode batches of documents in `num_workers` processes and yield them in the order in which they were read."""
     pending: deque[Future[Encoded]] = deque()
-    # "forkserver" and not "fork": a process forked after the tokenizer's threads have run can deadlock.
-    pool = ProcessPoolExecutor(num_workers, get_context("forkserver"), initializer=_start_worker)
+    pool = ProcessPoolExecutor(num_workers, get_context(_start_method()), initializer=_start_worker)
     try:
         for batch in _batches(documents):
             pending.append(pool.submit(encoder, batch))

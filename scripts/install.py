@@ -16,31 +16,36 @@ from pathlib import Path
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
 UV = [sys.executable, "-m", "uv"]
 
-# Names of pip's settings, and what uv calls them: options with a value, options with several, flags, variables.
-ONE = {"index-url": "--default-index"}
-MANY = {"extra-index-url": "--extra-index-url", "find-links": "--find-links", "constraint": "--constraint"}
-MANY |= {"trusted-host": "--allow-insecure-host", "no-binary": "--no-binary", "only-binary": "--only-binary"}
+# Names of pip's settings, and what uv calls them: options with several values, flags, and variables. Other users of the
+# machine can read options, and an index may have a password.
+MANY = {"constraint": "--constraint", "trusted-host": "--allow-insecure-host"}
+MANY |= {"no-binary": "--no-binary", "only-binary": "--only-binary"}
 FLAGS = {"no-index": "--no-index", "pre": "--prerelease=allow", "no-cache-dir": "--no-cache"}
 VARIABLES = {"cert": ["SSL_CERT_FILE"], "client-cert": ["SSL_CLIENT_CERT"], "retries": ["UV_HTTP_RETRIES"]}
 VARIABLES |= {"timeout": ["UV_HTTP_TIMEOUT"], "default-timeout": ["UV_HTTP_TIMEOUT"]}
+VARIABLES |= {
+    "index-url": ["UV_DEFAULT_INDEX"],
+    "extra-index-url": ["UV_EXTRA_INDEX_URL"],
+    "find-links": ["UV_FIND_LINKS"],
+}
 VARIABLES |= {"proxy": ["HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"]}
+SEPARATORS = {"find-links": ","}  # of the values of a variable, where it is not a space
 # These change what pip prints, asks and keeps, and not what it installs.
 OF_PIP_ALONE = {
+    "break-system-packages",
     "cache-dir",
     "config-file",
     "disable-pip-version-check",
     "log",
     "no-color",
     "no-input",
-    "quiet",
-    "verbose",
-}
-OF_PIP_ALONE |= {
     "no-warn-conflicts",
     "no-warn-script-location",
     "progress-bar",
+    "quiet",
     "require-virtualenv",
     "root-user-action",
+    "verbose",
 }
 
 
@@ -50,13 +55,15 @@ class UvCannot(Exception):
 
 def pip_settings() -> dict[str, str]:
     """Return pip's settings for installing: PIP_* variables before [install] of its files, and that before [global]."""
-    listed = subprocess.run([*PIP, "config", "list"], capture_output=True, text=True, check=True).stdout
-    pairs = [line.split("=", 1) for line in listed.splitlines()]
-    sections = [
-        {name.removeprefix(section): ast.literal_eval(value) for name, value in pairs if name.startswith(section)}
-        for section in ("global.", "install.", ":env:.")
-    ]
-    return {name: value for settings in sections for name, value in settings.items() if value}
+    # -vvv, because a setting of `quiet` would leave nothing of the list.
+    listed = subprocess.run([*PIP, "config", "list", "-vvv"], capture_output=True, text=True, check=True).stdout
+    found = {}
+    for section in ("global.", "install.", ":env:."):
+        for line in listed.splitlines():
+            name, has_value, value = line.partition("=")
+            if has_value and name.startswith(section):
+                found[name.removeprefix(section)] = ast.literal_eval(value)
+    return {name: value for name, value in found.items() if value}
 
 
 def uv_settings(settings: dict[str, str]) -> tuple[list[str], dict[str, str]]:
@@ -64,14 +71,12 @@ def uv_settings(settings: dict[str, str]) -> tuple[list[str], dict[str, str]]:
     # Of several indexes, pip takes the best version, and uv by itself the first index that has the package.
     options, variables = ["--index-strategy", "unsafe-best-match"], dict[str, str]()
     for name, value in settings.items():
-        if name in ONE:
-            options += [ONE[name], value]
-        elif name in MANY:
+        if name in MANY:
             options += [word for each in value.split() for word in (MANY[name], each)]
         elif name in FLAGS:
             options += [FLAGS[name]] * (value.lower() in ("1", "true", "yes", "on", "t", "y"))
         elif name in VARIABLES:
-            variables |= dict.fromkeys(VARIABLES[name], value)
+            variables |= dict.fromkeys(VARIABLES[name], SEPARATORS.get(name, " ").join(value.split()))
         elif name not in OF_PIP_ALONE:
             raise UvCannot(f"uv has nothing for pip's setting {name}")  # its value may be a secret
     return options, variables
@@ -99,7 +104,7 @@ def main(arguments: list[str]) -> int:
         try:
             install_by_uv(arguments)
             return 0
-        except (UvCannot, subprocess.CalledProcessError) as error:
+        except (UvCannot, subprocess.CalledProcessError, OSError, ValueError) as error:
             print(f"setup: {error}; pip goes on, which takes minutes", file=sys.stderr)
     return subprocess.run([*PIP, "install", *arguments], check=False).returncode
 

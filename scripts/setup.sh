@@ -28,7 +28,7 @@ install_packages() {
     [[ -x .venv/bin/pip ]] || python3 -m venv .venv
     require_python .venv/bin/python ", and remove .venv"
 
-    # uv installs the other packages in a tenth of pip's time, by scripts/install.py.
+    # uv installs the packages, by scripts/install.py.
     local why pip=(.venv/bin/python -m pip --disable-pip-version-check --no-input)
     why=$("${pip[@]}" install -qq uv==0.13.9 2>&1) || echo "setup: pip installs, as it cannot get uv: ${why##*$'\n'}" >&2
 

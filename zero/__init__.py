@@ -38,7 +38,9 @@ _MODULES = {
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
 
-__all__ = sorted(_MODULE_OF)
+_REMOVED = {"Dion": "zero.Dion is removed; use zero.Muon"}
+
+__all__ = sorted({"fp8", *_MODULE_OF})
 
 if TYPE_CHECKING:  # the same names, for type checkers and editors
     from parallel.mesh import Axis as Axis
@@ -46,6 +48,7 @@ if TYPE_CHECKING:  # the same names, for type checkers and editors
     from parallel.validation.errors import ConfigError as ConfigError
     from parallel.world import start_world as start_world
     from parallel.world import stop_world as stop_world
+    from zero import fp8 as fp8
     from zero.activations.checkpointed_blocks import ActivationsConfig as ActivationsConfig
     from zero.activations.checkpointed_blocks import checkpointed_blocks as checkpointed_blocks
     from zero.buckets.guarded_parameter import GradientAccessError as GradientAccessError
@@ -93,8 +96,10 @@ def require_siblings(package: str, *names: str) -> None:
 if not TYPE_CHECKING:  # to a type checker, every name would exist
 
     def __getattr__(name: str) -> object:
+        if name == "fp8":
+            return import_module("zero.fp8")
         if name not in _MODULE_OF:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            raise AttributeError(_REMOVED.get(name, f"module {__name__!r} has no attribute {name!r}"))
         value = globals()[name] = getattr(import_module(_MODULE_OF[name]), name)
         return value
 

@@ -189,7 +189,7 @@ def build(settings: Settings, mesh: Mesh, device: torch.device) -> TrainState:
             settings.model, activations, tokens, device, train.dtype, sum_dtype, is_compiled=train.compiles_blocks
         )
         if train.matmul == "fp8":
-            _convert(gpt, train, mesh, device)
+            _convert_to_fp8(gpt, train, mesh, device)
         gpt.softmax = replace(gpt.softmax, z_loss=train.z_loss)
         initialize(gpt, train.seed, mesh.data)
         if train.initial_weights is not None:
@@ -212,7 +212,7 @@ def build(settings: Settings, mesh: Mesh, device: torch.device) -> TrainState:
     return TrainState(mesh, model, optimizer, device, activations, guard, leaves)
 
 
-def _convert(gpt: GPT, train: TrainSettings, mesh: Mesh, device: torch.device) -> None:
+def _convert_to_fp8(gpt: GPT, train: TrainSettings, mesh: Mesh, device: torch.device) -> None:
     from gpt.builder.fp8_blocks import convert_blocks
     from zero.fp8.kernels import HOPPER, Device
 

@@ -116,7 +116,7 @@ def _layers(arguments: Sequence[str]) -> tuple[Layer, Layer]:
             is_inline = text.startswith("{")
             content = parse_yaml(text, f"--{CONFIG}") if is_inline else read_section(Path(text), text)
             files = _merged(files, dict(_entries("", content, f"--{CONFIG}" if is_inline else text)))
-        elif name in GROUPS and not text.startswith("{") and _is_file(text):
+        elif name not in LEAVES.keys() | REMOVED_SETTINGS.keys() and not text.startswith("{") and _is_file(text):
             options = _merged(options, dict(_entries(name, read_section(Path(text), text), text)))
         else:
             options = _merged(options, dict(_entries(name, _value_of_option(name, text), f"--{name}")))

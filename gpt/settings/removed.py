@@ -14,18 +14,18 @@ class Removed(NamedTuple):
     remedy: str
 
 
-_BUDGET = "choose activations.budget with train.compile=blocks and activations.store=none"
-
 # By dotted names; a group that is removed has a row for each of its settings.
 REMOVED_SETTINGS = {
-    "activations.budget_gb": Removed(None, f"remove it, and {_BUDGET}"),
+    "activations.budget_gb": Removed(
+        None, "remove it, and choose activations.budget with train.compile=blocks and activations.store=none"
+    ),
     "activations.hardware.memory_gb_per_second": Removed(900.0, "nothing reads it: remove it"),
     "optimizer.dion.rank_fraction": Removed(0.25, "choose optimizer.name=muon, which has no such setting"),
     "optimizer.dion.lr_factor": Removed(1.0, "choose optimizer.name=muon and optimizer.muon.lr_factor"),
 }
 # Of settings that remain, the values that are removed, each with what a user chooses instead.
 REMOVED_VALUES = {
-    "activations.store": {"planned": f"{_BUDGET}, or keep or auto"},
+    "activations.store": {"planned": "choose keep or auto; or none with activations.budget and train.compile=blocks"},
     "optimizer.name": {"dion": "choose muon"},
 }
 

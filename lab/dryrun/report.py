@@ -72,7 +72,7 @@ def budget_line(settings: Settings) -> str | None:
     """Return a line that says what is not counted, if the settings have a budget of activations."""
     if (budget := settings.activations.budget) is None:
         return None
-    return f"activations.budget={budget} is not priced: a step needs less memory, and more time, than is stated here"
+    return f"activations.budget={budget} is not priced: a step may need less memory, and more time, than is stated here"
 
 
 def make_report(recording: Recording, settings: Settings, timeline: Timeline | None) -> dict[str, Any]:

@@ -307,7 +307,7 @@ def candidate_layouts(gpus_per_node: int, settings: Settings, fixed: Collection[
     micro_batches = values("train.micro_batch_size", (b for b in range(1, MAX_MICRO_BATCH + 1) if batch % b == 0))
     division_names = "zero.accumulate", "parallel.shard_size", "zero.optimizer_over"
     tensors = values("parallel.tensor_size", tensor_sizes(gpus_per_node))
-    stores = values("activations.store", ("none", "selective", *STORES))
+    stores = values("activations.store", ("none",) if settings.activations.budget else ("none", "selective", *STORES))
     for tensor_size, stage in product(tensors, values("zero.stage", STAGES)):
         # Left out: stage 2 that accumulates locally, which is stage 1, and groups that accumulate locally, since
         # reductions inside a node are fast.

@@ -16,13 +16,13 @@ import json, os, sys
 if sys.argv[1:] == ["cache", "dir"]:
     print(os.environ["CALLS"])
 else:
-    seen = {name: os.environ.get(name) for name in ("SSL_CERT_FILE", "UV_HTTP_TIMEOUT", "HTTPS_PROXY", "UV_LINK_MODE")}
+    seen = {name: value for name, value in os.environ.items() if name.startswith(("SSL_", "UV_", "HTTPS_"))}
     open(os.environ["CALLS"], "w").write(json.dumps([sys.argv[1:], seen]))
     sys.exit(int(os.environ.get("ENDS", 0)))
 """
 
 
-def install(folder: Path, configuration: str = "", **variables: str) -> tuple[list[str], dict[str, str | None], str]:
+def install(folder: Path, configuration: str = "", **variables: str) -> tuple[list[str], dict[str, str], str]:
     """Return (uv's arguments, the variables that it had, the output) of installing pytest, which is installed."""
     calls = folder / "calls"
     calls.unlink(missing_ok=True)
@@ -45,23 +45,26 @@ extra-index-url = https://b/simple
 timeout = 7
 pre = false
 [install]
-find-links = /wheels
+find-links = /wheels /more
 no-index = true
 [download]
 only-binary = :all:
 """
-    variables = {"PIP_INDEX_URL": "https://d/simple", "PIP_CERT": "/ca.pem", "PIP_PROXY": "p:1", "PIP_NO_INPUT": "1"}
+    variables = {"PIP_INDEX_URL": "https://d/simple", "PIP_CERT": "/ca.pem", "PIP_PROXY": "p:1", "PIP_QUIET": "1"}
     arguments, seen, said = install(tmp_path, configuration, PIP_TRUSTED_HOST="", **variables)
-    options = " ".join(arguments)
     assert arguments[:2] == ["pip", "install"]
     assert arguments[-1] == "pytest"
-    assert " --default-index https://d/simple " in options
-    assert " --extra-index-url https://b/simple --extra-index-url https://c/simple " in options
-    assert " --find-links /wheels " in options
     assert "--no-index" in arguments
     assert not {"--prerelease=allow", "--only-binary", "--allow-insecure-host"} & set(arguments)
-    names = ("SSL_CERT_FILE", "UV_HTTP_TIMEOUT", "HTTPS_PROXY", "UV_LINK_MODE")
-    assert [seen[name] for name in names[:3]] == ["/ca.pem", "7", "p:1"]
+    assert seen.pop("UV_LINK_MODE") in ("copy", "hardlink")
+    assert seen == {
+        "HTTPS_PROXY": "p:1",
+        "SSL_CERT_FILE": "/ca.pem",
+        "UV_DEFAULT_INDEX": "https://d/simple",
+        "UV_EXTRA_INDEX_URL": "https://b/simple https://c/simple",
+        "UV_FIND_LINKS": "/wheels,/more",
+        "UV_HTTP_TIMEOUT": "7",
+    }
     assert "pip goes on" not in said
 
 

@@ -155,12 +155,12 @@ class ParameterGuard:
 
 
 def refuse_scripted(module: nn.Module) -> None:
-    """Raise ConfigError if a module, or one inside it, is scripted or traced: it reads parameters in C++, unseen."""
+    """Raise ConfigError if a module, or one inside it, is scripted or traced: it keeps its tables in C++, unseen."""
     for name, submodule in module.named_modules():
         if isinstance(submodule, torch.jit.ScriptModule):
             raise ConfigError(
-                f"{name or 'the module'} is a {type(submodule).__name__} of torch.jit, which reads parameters in C++ "
-                "before they are gathered; wrap the module that was scripted or traced, and use torch.compile"
+                f"{name or 'the module'} is a {type(submodule).__name__} of torch.jit, which keeps its parameters and "
+                "hooks in C++; wrap the module that was scripted or traced, and use torch.compile"
             )
 
 

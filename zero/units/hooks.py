@@ -26,7 +26,7 @@ class CallObserver(Protocol):
 class PersistentHooks:
     """The hooks of a model whose parameters persist, with the methods of `ModuleHooks`.
 
-    There are none on modules unless updated parameters may still be on their way in the next forward.
+    There are none around forwards unless updated parameters may still be on their way in the next forward.
     """
 
     def __init__(self, begin_forward: Callable[[], None], handles: list[RemovableHandle]):

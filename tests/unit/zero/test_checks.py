@@ -56,7 +56,7 @@ FUSED = torch.randn(4, 8)
 FROZEN = nn.Parameter(Wrapper(torch.ones(2)), requires_grad=False)
 COMPLEX = nn.Parameter(torch.ones(4, dtype=torch.complex64))
 AS_PAIRS = r"^rotary\.phase is torch\.complex64; store it as pairs of real numbers \(torch\.view_as_real\)"
-SCRIPTED = "of torch.jit, which reads .* wrap the module that was scripted or traced, and use torch.compile"
+SCRIPTED = "of torch.jit, which keeps .* wrap the module that was scripted or traced, and use torch.compile"
 REFUSED: dict[str, tuple[Callable[[Pair], object], str]] = {
     "wrapper": (lambda pair: setattr(pair, "a", nn.Parameter(Wrapper(torch.ones(2)))), "^a is a Wrapper"),
     "frozen wrapper": (lambda pair: setattr(pair, "a", FROZEN), "^a is a Wrapper"),

@@ -50,7 +50,7 @@ def test_the_file_of_an_earlier_run_is_read(options: tuple[str, ...]):
         ),
         ("optimizer.dion.rank_fraction", "rank_fraction: 0.25", "0.5", "choose optimizer.name=muon"),
         ("optimizer.name", "name: adamw", "dion", "choose muon"),
-        ("activations.store", "store: none", "planned", "choose activations.budget with train.compile=blocks and acti"),
+        ("activations.store", "store: none", "planned", "choose keep or auto; or none with activations.budget and"),
     ],
 )
 def test_the_file_of_an_earlier_run_that_needs_more_is_refused(
