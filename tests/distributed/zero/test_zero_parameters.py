@@ -6,8 +6,6 @@ import weakref
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 from parallel.mesh import Axis, Mesh
 from tests.ranks import run_ranks
@@ -69,20 +67,6 @@ def check_every_kind_of_parameter(config: ZeroConfig) -> None:
 def test_ranks_start_alike_and_train_every_kind_of_parameter(data_size):
     checks = [check_ranks_start_alike, check_every_kind_of_parameter]
     run_ranks(data_size, check_all, checks, configs(*ALL_STAGES, bucket_numel=[20, None]))
-
-
-def check_a_dtensor_is_refused() -> None:
-    mesh = init_device_mesh("cpu", (2,))
-    module = nn.Linear(3, 4)
-    module.weight = nn.Parameter(distribute_tensor(module.weight.detach(), mesh, [Shard(0)]))
-    with pytest.raises(ValueError, match=r"^weight is a DTensor, .*full_tensor\(\)"):
-        ZeroDataParallel(module, Mesh.create(tensor_size=1).data, ZeroConfig(3))
-    module.weight = nn.Parameter(module.weight.full_tensor().detach())
-    ZeroDataParallel(module, Mesh.create(tensor_size=1).data, ZeroConfig(3))
-
-
-def test_a_dtensor_is_refused():
-    run_ranks(2, check_a_dtensor_is_refused)
 
 
 def test_groups_with_foreign_or_repeated_parameters_are_refused():

@@ -1,9 +1,8 @@
-"""Parameters of a wrapped module: what is refused, and what they leave as it is in plain torch."""
+"""Parameters of a wrapped module: which of them is warned of, and what is as in plain torch."""
 
 import copy
 import warnings
 
-import pytest
 import torch
 from torch import nn
 
@@ -44,17 +43,6 @@ def test_a_parameter_that_was_added_is_named_once_and_only_if_it_could_be_traine
     second.later = nn.Parameter(torch.ones(1))
     (message,) = step(model, optimizer)
     assert message.startswith("1.later was added")
-
-
-def test_requires_grad_may_be_set_as_it_was():
-    model, optimizer = trained()
-    weight = model.module[0].weight
-    weight.requires_grad = False
-    assert weight.requires_grad_() is weight
-    assert step(model, optimizer) == []
-    weight.requires_grad_(False)
-    with pytest.raises(ValueError, match=r"requires_grad of 0\.weight was True when the .* wrapped, and is False now"):
-        step(model, optimizer)
 
 
 def test_a_copy_of_a_parameter_is_plain_and_copied_once():

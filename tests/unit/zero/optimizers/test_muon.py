@@ -94,20 +94,6 @@ def test_polar_express_has_the_authors_arithmetic_and_ends_near_one():
     assert (torch.linalg.svdvals(x) - 1).abs().max() < 0.14  # Newton-Schulz: 0.32
 
 
-def test_gram_newton_schulz_has_the_authors_arithmetic():
-    """The algorithm of Dao AI Lab, 2026: the Gram matrix R and the product Q, which begin anew after two steps."""
-    generator = torch.Generator().manual_seed(0)
-    grad = torch.randn(6, 15, generator=generator, dtype=torch.float64)
-    x, unit = grad / grad.norm(), torch.eye(6, dtype=torch.float64)
-    for num_steps in (2, 3):
-        r, q = x @ x.T, unit
-        for _ in range(num_steps):
-            z = -4.7750 * r + 2.0315 * r @ r + 3.4445 * unit
-            q, r = q @ z, z @ r @ z
-        x = q @ x
-    torch.testing.assert_close(iterated_by_muon(grad, iterates_on="gram"), x, rtol=0, atol=1e-13)
-
-
 ITERATIONS = {"newton_schulz": 1.0, "polar_express": 1 / SAFETY}  # and their norms
 
 
