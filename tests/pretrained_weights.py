@@ -1,7 +1,9 @@
 """Whole state dicts between this project and transformers; the product converts tensor by tensor."""
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -28,3 +30,10 @@ def weights_to_transformers(weights: Mapping[str, Tensor], config: ModelConfig) 
 def write_pretrained(folder: Path, config: ModelConfig, weights: Mapping[str, Tensor]) -> None:
     """Write a folder that transformers opens, made from our configuration and state dict."""
     write_weights(folder, config, weights.items())
+
+
+def change_config(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the content of config.json."""
+    content = json.loads((folder / "config.json").read_text())
+    change(content)
+    (folder / "config.json").write_text(json.dumps(content))

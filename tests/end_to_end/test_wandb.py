@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import struct
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 
 from gpt.run_folder.files import read_steps
 from tests.end_to_end.runs import EVALUATED, options
-from tests.programs import HANG_SECONDS, run_program, start_forked, wait_for_end
+from tests.programs import run_program, start_forked, wait_for_end, wait_until
 
 BLOCK_BYTES, FILE_HEADER_BYTES, RECORD_HEADER = 32768, 7, struct.Struct("<IHB")
 FULL, LAST = 1, 4
@@ -48,13 +47,8 @@ def history_of(records: list) -> list[dict]:
 def records_until_exit(folder: Path) -> list:
     """Return the records of the newest offline run, once a process of W&B has written that the run has ended."""
     (file,) = (folder / "wandb" / "latest-run").glob("*.wandb")
-    deadline = time.monotonic() + HANG_SECONDS
-    records: list = []
-    while not any(record.HasField("exit") for record in records):
-        assert time.monotonic() < deadline, f"{file} has no record of the end of the run"
-        time.sleep(0.1)
-        records = list(offline_records(file))
-    return records
+    wait_until(lambda: any(record.HasField("exit") for record in offline_records(file)))
+    return list(offline_records(file))
 
 
 def run_tracked(*words: str, **environment: str) -> int | None:

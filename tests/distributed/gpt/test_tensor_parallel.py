@@ -257,21 +257,19 @@ def traffic_of_a_step(
     return Counter((event.op, event.phase) for event in large), sum(event.wire_bytes for event in large)
 
 
-@pytest.mark.parametrize("tensor_size", [2, 4])
-def test_a_block_sends_two_all_reduces_forward_and_two_backward(tensor_size):
+@pytest.mark.parametrize(
+    ("tensor_size", "store", "stops_early", "num_recomputed"),
+    [(2, "none", True, 0), (4, "none", True, 0), (2, "keep", True, 1), (2, "keep", False, 2)],
+)
+def test_a_block_sends_two_all_reduces_forward_two_backward_and_those_that_it_recomputes(
+    tensor_size, store, stops_early, num_recomputed
+):
+    """Six all-reduces of batch x sequence x hidden count 12 (paper, section 8); five count 10 if it stops early."""
     blocks = 3
-    plain, _ = run_ranks(tensor_size, traffic_of_a_step, tensor_size, False, ActivationsConfig("none"), True)[0]
+    found, _ = run_ranks(tensor_size, traffic_of_a_step, tensor_size, False, ActivationsConfig(store), stops_early)[0]
     # In forward the embedding sums its words, and the head, which computes its gradients there, that of its input.
-    assert plain == {("all_reduce", "forward"): 2 * blocks + 2, ("all_reduce", "backward"): 2 * blocks}
-
-
-@pytest.mark.parametrize(("stops_early", "num_recomputed"), [(True, 1), (False, 2)])
-def test_full_recomputation_sends_what_section_8_says(stops_early, num_recomputed):
-    """Six all-reduces of batch x sequence x hidden per block count 12; five count 10 if it stops early."""
-    blocks = 3
-    found, _ = run_ranks(2, traffic_of_a_step, 2, False, ActivationsConfig("keep"), stops_early)[0]
-    expected_backward = (2 + num_recomputed) * blocks
-    assert found == {("all_reduce", "forward"): 2 * blocks + 2, ("all_reduce", "backward"): expected_backward}
+    in_forward, in_backward = 2 * blocks + 2, (2 + num_recomputed) * blocks
+    assert found == {("all_reduce", "forward"): in_forward, ("all_reduce", "backward"): in_backward}
 
 
 def test_sequence_parallelism_sends_as_much_and_one_input_gather_a_column_layer():

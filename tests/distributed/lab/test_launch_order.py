@@ -2,6 +2,7 @@
 
 from collections import Counter, defaultdict
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 
@@ -19,47 +20,35 @@ from zero.partition.stage import Lifetime
 
 NUM_RANKS = 8
 NORM_BYTES = 4 * NUM_RANKS  # at most: it is gathered if there are replicas
-# {name: (values of FACTORS, {(axis, operation): (exposed, all) collectives of a step})}, without the tensor axis. The
-# exposed ones are those for which the computation waits without having run anything since their launch. Copies between
-# the accelerator and the host run beside the computation: in one step 14 of shards of parameters to the accelerator, 5
-# of gradients to the host, and 4 of checkpoints in each direction. So do the sums of micro-batches, one for each
-# bucket, that are added to a message before it goes between groups.
+
+
+class Case(NamedTuple):
+    """The first values of FACTORS, and what a step launches beside the collectives of the tensor axis.
+
+    Collectives are exposed if the computation waits for them without having run anything since their launch. Copies
+    between the accelerator and the host run beside the computation, on side streams: in one step 14 of shards of
+    parameters to the accelerator, 5 of gradients to the host, and 4 of checkpoints in each direction. So do the sums of
+    micro-batches, one for each bucket, that are added to a message before it goes between groups.
+    """
+
+    values: tuple
+    reduce_scatters: int  # none is exposed
+    all_reduces: int  # between groups; none is exposed
+    all_gathers: tuple[int, int]  # (exposed, all)
+    on_side_streams: int = 0
+
+
+DATA, GROUPS = (4, None, 2), (4, 2, 2)
+ON_THE_HOST = "stage 3, shard groups, accumulated locally, on the host"  # runs by default
 SETTINGS = {
-    "stage 1": (
-        (1, (4, None, 2), 1, "reduce", "none", "none", "bf16", "adamw", ""),
-        {("data", "reduce_scatter"): (0, 4), ("data", "all_gather"): (0, 4)},
-    ),
-    "stage 1, shard groups, accumulated locally": (
-        (1, (4, 2, 2), 2, "local", "none", "none", "bf16", "adamw", ""),
-        {("shard", "reduce_scatter"): (0, 4), ("replica", "all_reduce"): (0, 4), ("shard", "all_gather"): (0, 4)},
-    ),
-    "stage 2": (
-        (2, (4, None, 2), 1, "reduce", "none", "none", "bf16", "adamw", ""),
-        {("data", "reduce_scatter"): (0, 4), ("data", "all_gather"): (0, 4)},
-    ),
-    "stage 2, shard groups, reduced each time": (
-        (2, (4, 2, 2), 2, "reduce", "partition", "none", "bf16", "adamw", ""),
-        {("shard", "reduce_scatter"): (0, 8), ("replica", "all_reduce"): (0, 4), ("shard", "all_gather"): (0, 4)},
-    ),
-    "stage 3": (
-        (3, (4, None, 2), 1, "reduce", "none", "none", "bf16", "adamw", ""),
-        {("data", "reduce_scatter"): (0, 5), ("data", "all_gather"): (1, 7)},
-    ),
-    "stage 3, shard groups, reduced each time": (
-        (3, (4, 2, 2), 2, "reduce", "none", "none", "bf16", "adamw", ""),
-        {("shard", "reduce_scatter"): (0, 10), ("replica", "all_reduce"): (0, 5), ("shard", "all_gather"): (2, 14)},
-    ),
-    "stage 3, shard groups, accumulated locally, on the host": (
-        (3, (4, 2, 2), 2, "local", "partition_host", "host", "bf16", "adamw", ""),
-        {("shard", "reduce_scatter"): (0, 5), ("replica", "all_reduce"): (0, 5), ("shard", "all_gather"): (2, 14)},
-    ),
+    "stage 1": Case((1, DATA, 1, "reduce", "none", "none"), 4, 0, (0, 4)),
+    "stage 1, shard groups, accumulated locally": Case((1, GROUPS, 2, "local", "none", "none"), 4, 4, (0, 4)),
+    "stage 2": Case((2, DATA, 1, "reduce", "none", "none"), 4, 0, (0, 4)),
+    "stage 2, shard groups, reduced each time": Case((2, GROUPS, 2, "reduce", "partition", "none"), 8, 4, (0, 4), 4),
+    "stage 3": Case((3, DATA, 1, "reduce", "none", "none"), 5, 0, (1, 7)),
+    "stage 3, shard groups, reduced each time": Case((3, GROUPS, 2, "reduce", "none", "none"), 10, 5, (2, 14), 5),
+    ON_THE_HOST: Case((3, GROUPS, 2, "local", "partition_host", "host"), 5, 5, (2, 14), 14 + 5 + 4 + 4),
 }
-NUM_ON_SIDE_STREAMS = {
-    "stage 2, shard groups, reduced each time": 4,
-    "stage 3, shard groups, reduced each time": 5,
-    "stage 3, shard groups, accumulated locally, on the host": 14 + 5 + 4 + 4,
-}
-BY_DEFAULT = {"stage 3, shard groups, accumulated locally, on the host"}
 
 
 def launches_of(settings: Settings, rank: int, tensor_mode: QuickFakeTensorMode) -> tuple[list[Launch], int]:
@@ -84,8 +73,8 @@ def collectives_by_communicator(launches: list[Launch]) -> dict[tuple, list[tupl
 
 
 def check(name: str) -> None:
-    values, expected = SETTINGS[name]
-    settings = settings_of(dict(zip(FACTORS, values, strict=True)))
+    case = SETTINGS[name]
+    settings = settings_of(dict(zip(FACTORS, (*case.values, "bf16", "adamw", ""), strict=True)))
     settings = replace(settings, model=replace(settings.model, num_layers=2))
     tensor_mode = QuickFakeTensorMode()  # all ranks share its cache
     launches, firsts = zip(*(launches_of(settings, rank, tensor_mode) for rank in range(NUM_RANKS)), strict=True)
@@ -100,8 +89,11 @@ def check(name: str) -> None:
     of_step = [launch for launch in own[first:] if launch.is_collective and is_of_states(launch)]
     num_exposed = exposed_in_projection(settings)
     counts = Counter((axis_of(launch), launch.name) for launch in of_step)
+    axis = "shard" if GROUPS in case.values else "data"
+    expected = {(axis, "reduce_scatter"): (0, case.reduce_scatters), (axis, "all_gather"): case.all_gathers}
+    expected |= {("replica", "all_reduce"): (0, case.all_reduces)} if GROUPS in case.values else {}
     assert {key: (num_exposed[key], number) for key, number in counts.items()} == expected
-    assert sum(launch.stream.startswith(SIDE_STREAM) for launch in own[first:]) == NUM_ON_SIDE_STREAMS.get(name, 0)
+    assert sum(launch.stream.startswith(SIDE_STREAM) for launch in own[first:]) == case.on_side_streams
     if settings.zero.policy.full_params is Lifetime.PERSISTENT:
         last_reduction = max(n for n, launch in enumerate(of_step) if launch.name == "reduce_scatter")
         gathers = [launch for launch in of_step if launch.name == "all_gather"]
@@ -136,7 +128,7 @@ def relative_duration(launch: Launch) -> float:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.full) for name in SETTINGS]
+    "name", [pytest.param(name, marks=() if name == ON_THE_HOST else pytest.mark.full) for name in SETTINGS]
 )
 def test_ranks_launch_the_same_collectives_cannot_hang_and_expose_few(name):
     check(name)

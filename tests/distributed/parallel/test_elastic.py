@@ -5,7 +5,6 @@ import signal
 import socket
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -73,14 +72,13 @@ class Nodes:
         return [path.read_text().split()[0] for path in sorted(self.folder.glob(f"{start}-[0-9]"))]
 
     def wait_for(self, start: int, num_ranks: int) -> None:
-        deadline = time.monotonic() + HANG_SECONDS
-        while self.sizes(start) != [str(num_ranks)] * num_ranks:
-            ended = [
-                number for number, agent in self.agents.items() if agent.exitcode is not None and agent.exitcode >= 0
-            ]
+        def has_started() -> bool:
+            codes = {number: agent.exitcode for number, agent in self.agents.items()}
+            ended = [number for number, code in codes.items() if code is not None and code >= 0]
             assert not ended, [(self.folder / f"agent-{number}.txt").read_text() for number in ended]
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+            return self.sizes(start) == [str(num_ranks)] * num_ranks
+
+        wait_until(has_started)
 
     def codes(self) -> list[int | None]:
         return [wait_for_end(agent) for agent in self.agents.values()]

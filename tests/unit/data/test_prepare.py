@@ -68,11 +68,27 @@ def _read(source: Source) -> list[str | bytes | None]:
     return [document.content for document in source.documents()]
 
 
-def _error_of(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
+def _rejected(prefix: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in Path(f"{prefix}.rejected.jsonl").read_text().splitlines()]
+
+
+def _command(source: str | Path, output: Path, *options: str) -> list[str]:
+    """Return the arguments of a run with one worker process."""
+    return ["--source", str(source), "--output", str(output), "--workers", "1", *options]
+
+
+@pytest.fixture
+def small_command(tmp_path: Path) -> list[str]:
+    """The arguments of a run that makes out/corpus of one text."""
+    (tmp_path / "a.txt").write_text(TEXTS[0])
+    return _command(tmp_path / "a.txt", tmp_path / "out" / "corpus", "--train_vocab_size", "257")
+
+
+def _error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """Return the error message of a run, which must be one line and end with exit code 2."""
     capsys.readouterr()
     with pytest.raises(SystemExit) as exit_status:
-        main([str(argument) for argument in arguments])
+        main(list(arguments))
     message = capsys.readouterr().err
     assert exit_status.value.code == 2
     assert message.count("\n") == 1
@@ -90,7 +106,7 @@ def test_files_of_every_kind_in_one_directory_become_one_corpus(tmp_path, capsys
     (folder / "picture.png").write_bytes(b"\xff")
     prefix = tmp_path / "out" / "corpus"
     (tmp_path / "out" / ".corpus.unfinished" / "left by a killed process").mkdir(parents=True)
-    main(["--source", str(folder), "--output", str(prefix), "--train_vocab_size", "280", "--workers", "1"])
+    main(_command(folder, prefix, "--train_vocab_size", "280"))
     assert _documents(prefix) == TEXTS[:20]
     assert sorted(path.name for path in prefix.parent.iterdir()) == sorted(f"corpus{suffix}" for suffix in SUFFIXES)
     assert Sidecar.load(prefix) == Sidecar(
@@ -116,18 +132,18 @@ def test_wrong_documents_are_listed_in_a_file_if_errors_are_skipped(tmp_path, ca
     lines = [json.dumps({"text": TEXTS[0]}), "{broken", '{"text": 1}', json.dumps({"text": TEXTS[1]}), '{"text": null}']
     (tmp_path / "a.jsonl").write_bytes("\n".join(lines).encode() + b'\n{"text": "\xff"}\n\n')
     output = tmp_path / "corpus"
-    arguments = ("--source", tmp_path / "a.jsonl", "--output", output, "--workers", "1")
+    arguments = _command(tmp_path / "a.jsonl", output)
     assert "a.jsonl:2 is not JSON" in _error_of(capsys, *arguments, "--tokenizer", tokenizer_file)
     for tokenizer in (["--tokenizer", tokenizer_file], ["--train_vocab_size", "258"]):
-        main([*map(str, arguments), *tokenizer, "--on_error", "skip", "--overwrite"])
+        main([*arguments, *tokenizer, "--on_error", "skip", "--overwrite"])
         assert _documents(output) == TEXTS[:2]
-        rejected = [json.loads(line) for line in Path(f"{output}.rejected.jsonl").read_text().splitlines()]
+        rejected = _rejected(output)
         assert [found["place"] for found in rejected] == [f"{tmp_path}/a.jsonl:{line}" for line in (2, 3, 6)]
         assert [found["text"] for found in rejected] == ["{broken\n", '{"text": 1}\n', '{"text": "\\xff"}\n']
         assert "not JSON" in rejected[0]["reason"]
         assert f"2 documents (2 empty ones left out, 3 rejected ({output}.rejected.jsonl))" in capsys.readouterr().out
     (tmp_path / "a.jsonl").write_text(lines[0])
-    main([*map(str, arguments), "--characters", "--overwrite"])
+    main([*arguments, "--characters", "--overwrite"])
     assert not Path(f"{output}.rejected.jsonl").exists(), "it is that of another corpus"
 
 
@@ -135,12 +151,11 @@ def test_a_document_that_the_tokenizer_cannot_encode_is_named_and_can_be_skipped
     character_tokenizer(["abc"]).save(tmp_path / "tokenizer.json")
     (tmp_path / "a.jsonl").write_text(_json_lines(["ab", "a\N{SNOWMAN}", "", "cab"]))
     output = tmp_path / "corpus"
-    arguments = ["--source", str(tmp_path / "a.jsonl"), "--output", str(output), "--workers", "1"]
-    arguments += ["--tokenizer", str(tmp_path / "tokenizer.json")]
+    arguments = _command(tmp_path / "a.jsonl", output, "--tokenizer", str(tmp_path / "tokenizer.json"))
     assert "a.jsonl:2: the tokenizer cannot encode a text" in _error_of(capsys, *arguments)
     main([*arguments, "--on_error", "skip"])
     assert _documents(output) == ["ab", "cab"]
-    (rejected,) = map(json.loads, Path(f"{output}.rejected.jsonl").read_text().splitlines())
+    (rejected,) = _rejected(output)
     assert rejected["place"] == f"{tmp_path}/a.jsonl:2"
     assert (Sidecar.load(output).empty, Sidecar.load(output).rejected) == (1, 1)
 
@@ -151,8 +166,7 @@ def test_an_output_in_the_folder_of_the_source_goes_on_and_is_no_text(tmp_path, 
     folder.mkdir()
     (folder / "a.jsonl").write_text(_json_lines(TEXTS))
     (folder / "b.jsonl").write_text("broken")
-    arguments = ["--source", str(folder), "--output", str(folder / "corpus"), "--workers", "1"]
-    arguments += ["--tokenizer", tokenizer_file]
+    arguments = _command(folder, folder / "corpus", "--tokenizer", tokenizer_file)
     _error_of(capsys, *arguments)
     main([*arguments, "--on_error", "skip"])
     assert "corpus: goes on after" in capsys.readouterr().err
@@ -173,8 +187,8 @@ def test_a_preparation_that_was_ended_goes_on_where_its_progress_was_saved(
     rows = [*TEXTS[:5], None, *TEXTS[5:30]]
     (tmp_path / "a.jsonl").write_text(_json_lines(rows) + "broken\n" + _json_lines(TEXTS[30:]))
     outputs = [tmp_path / name / "corpus" for name in ("whole", "ended")]
-    arguments = [["--source", str(tmp_path / "a.jsonl"), "--output", str(output)] for output in outputs]
-    arguments = [[*own, "--tokenizer", tokenizer_file, "--workers", "1", "--bos_token", bos] for own in arguments]
+    options = "--tokenizer", tokenizer_file, "--bos_token", bos
+    arguments = [_command(tmp_path / "a.jsonl", output, *options) for output in outputs]
     main([*arguments[0], "--on_error", "skip"])
     num_read = []
     unfinished = outputs[1].with_name(".corpus.unfinished")
@@ -206,8 +220,7 @@ def test_a_preparation_that_was_ended_goes_on_where_its_progress_was_saved(
 
 def test_progress_of_other_documents_is_not_continued(tmp_path, monkeypatch, capsys, tokenizer_file):
     monkeypatch.setattr("data.encode.BATCH_BYTES", 300)
-    arguments = ["--source", str(tmp_path / "a.jsonl"), "--output", str(tmp_path / "corpus"), "--workers", "1"]
-    arguments += ["--tokenizer", tokenizer_file]
+    arguments = _command(tmp_path / "a.jsonl", tmp_path / "corpus", "--tokenizer", tokenizer_file)
     (tmp_path / "a.jsonl").write_text(_json_lines(TEXTS) + "broken")
     _error_of(capsys, *arguments)
     (tmp_path / "a.jsonl").write_text(_json_lines(TEXTS[::-1]))
@@ -242,12 +255,11 @@ def test_a_source_whose_content_has_changed_has_another_version(tmp_path, monkey
 
 def test_a_tokenizer_alone_is_written_and_named_by_its_prefix(tmp_path, capsys):
     (tmp_path / "a.txt").write_text(TEXTS[0])
-    arguments = ["--source", str(tmp_path), "--output"]
-    main([*arguments, str(tmp_path / "words"), "--train_vocab_size", "258", "--tokenizer_only"])
+    main(_command(tmp_path, tmp_path / "words", "--train_vocab_size", "258", "--tokenizer_only"))
     assert [path.name for path in tmp_path.glob("words*")] == ["words.tokenizer.json"]
     assert capsys.readouterr().out == f"{tmp_path / 'words'}: a tokenizer, vocabulary 258\n"
-    main([*arguments, str(tmp_path / "one"), "--tokenizer", str(tmp_path / "words")])
-    main([*arguments, str(tmp_path / "two"), "--tokenizer", str(tmp_path / "one")])
+    main(_command(tmp_path, tmp_path / "one", "--tokenizer", str(tmp_path / "words")))
+    main(_command(tmp_path, tmp_path / "two", "--tokenizer", str(tmp_path / "one")))
     files = [Path(f"{tmp_path / name}.tokenizer.json").read_bytes() for name in ("words", "one", "two")]
     assert files == [files[0]] * 3
 
@@ -261,10 +273,8 @@ def test_documents_begin_with_the_token_that_the_tokenizer_puts_before_a_text(tm
     backend.save(str(folder / "tokenizer.json"))
     (tmp_path / "a.jsonl").write_text(_json_lines(TEXTS[:3]))
     begins = []
-    for name, options in (("bos", []), ("none", ["--bos_token", "none"]), ("corpus", ["--tokenizer", "bos"])):
-        given = [option if option != "bos" else str(tmp_path / "bos") for option in options]
-        command = ["--source", str(tmp_path / "a.jsonl"), "--output", str(tmp_path / name), "--workers", "1"]
-        main([*command, "--tokenizer", str(folder), *given])
+    for name, given, options in (("bos", folder, ()), ("none", folder, ("--bos_token", "none")), ("corpus", "bos", ())):
+        main(_command(tmp_path / "a.jsonl", tmp_path / name, "--tokenizer", str(tmp_path / given), *options))
         tokenizer = load_tokenizer(tmp_path / name)
         begins.append([tokens[0] == 300 for tokens in IndexedDataset(tmp_path / name)])
         assert [
@@ -278,9 +288,8 @@ def test_the_number_of_workers_does_not_change_a_byte(tmp_path, tokenizer_file, 
     monkeypatch.setattr("data.encode.BATCH_BYTES", 300)
     (tmp_path / "corpus.jsonl").write_text(_json_lines(TEXTS))
     for workers in ("1", "3"):
-        output = str(tmp_path / f"workers{workers}")
-        source = str(tmp_path / "corpus.jsonl")
-        main(["--source", source, "--output", output, "--tokenizer", tokenizer_file, "--workers", workers])
+        options = "--tokenizer", tokenizer_file, "--workers", workers
+        main(_command(tmp_path / "corpus.jsonl", tmp_path / f"workers{workers}", *options))
     for suffix in SUFFIXES:
         assert Path(f"{tmp_path}/workers1{suffix}").read_bytes() == Path(f"{tmp_path}/workers3{suffix}").read_bytes()
     assert _documents(tmp_path / "workers3") == TEXTS
@@ -288,16 +297,16 @@ def test_the_number_of_workers_does_not_change_a_byte(tmp_path, tokenizer_file, 
 
 def test_progress_counts_documents_and_tokens_up_to_the_whole_source(tmp_path, tokenizer_file, capfd):
     (tmp_path / "a.jsonl").write_text(_json_lines(TEXTS))
-    arguments = ["--source", tmp_path / "a.jsonl", "--output", tmp_path / "corpus", "--tokenizer", tokenizer_file]
+    arguments = _command(tmp_path / "a.jsonl", tmp_path / "corpus", "--tokenizer", tokenizer_file)
     with mock.patch.object(ProgressBar, "update", autospec=True, side_effect=ProgressBar.update) as update:
-        main([str(argument) for argument in arguments])
+        main(arguments)
     shown = [call.kwargs for call in update.call_args_list]
     corpus = IndexedDataset(tmp_path / "corpus")
     assert (shown[-1]["documents"], shown[-1]["tokens"]) == (len(TEXTS), sum(map(len, corpus)))
     assert sum(step["advance"] for step in shown) == (tmp_path / "a.jsonl").stat().st_size
     assert capfd.readouterr().err == ""  # which is no terminal, and the seconds between lines have not passed
     with mock.patch("data.prepare.SECONDS_BETWEEN_LINES", 0):
-        main([*map(str, arguments), "--overwrite"])
+        main([*arguments, "--overwrite"])
     last = capfd.readouterr().err.splitlines()[-1]
     assert re.fullmatch(rf"corpus 100% 40 documents, {corpus.num_tokens:,} tokens \([\d,]+/s\) 0:00:00 *", last)
 
@@ -353,31 +362,27 @@ def test_a_folder_of_another_format_is_streamed_through_datasets(tmp_path, datas
     assert source.weight() is None
 
 
-def test_existing_output_is_only_replaced_on_request(tmp_path, capsys):
-    (tmp_path / "a.txt").write_text(TEXTS[0])
-    output = tmp_path / "corpus"
-    arguments = ("--source", tmp_path / "a.txt", "--output", output, "--train_vocab_size", "257", "--workers", "1")
-    Path(f"{output}.idx").write_text("old")
-    assert "corpus.idx exists; choose another --output or add --overwrite" in _error_of(capsys, *arguments)
-    assert Path(f"{output}.idx").read_text() == "old"
-    main([*map(str, arguments), "--overwrite"])
-    assert _documents(output) == TEXTS[:1]
+def test_existing_output_is_only_replaced_on_request(tmp_path, capsys, small_command):
+    index = tmp_path / "out" / "corpus.idx"
+    index.parent.mkdir()
+    index.write_text("old")
+    assert "corpus.idx exists; choose another --output or add --overwrite" in _error_of(capsys, *small_command)
+    assert index.read_text() == "old"
+    main([*small_command, "--overwrite"])
+    assert _documents(index.with_suffix("")) == TEXTS[:1]
 
 
-def test_a_crash_while_files_are_replaced_leaves_no_old_index_beside_new_tokens(tmp_path, monkeypatch):
-    (tmp_path / "a.txt").write_text(TEXTS[0])
-    output = tmp_path / "corpus"
-    arguments = ["--source", str(tmp_path / "a.txt"), "--output", str(output), "--train_vocab_size", "257"]
-    main([*arguments, "--workers", "1"])
+def test_a_crash_while_files_are_replaced_leaves_no_old_index_beside_new_tokens(tmp_path, monkeypatch, small_command):
+    main(small_command)
 
     def crash(_staged: Path, path: Path) -> None:
         raise KeyboardInterrupt(path)
 
     monkeypatch.setattr("os.replace", crash)
     with pytest.raises(SystemExit):
-        main([*arguments, "--workers", "1", "--overwrite"])
-    assert Path(f"{output}.bin").exists()
-    assert not Path(f"{output}.idx").exists()
+        main([*small_command, "--overwrite"])
+    assert (tmp_path / "out" / "corpus.bin").exists()
+    assert not (tmp_path / "out" / "corpus.idx").exists()
 
 
 def test_a_parquet_column_that_is_not_utf_8_is_reported_with_its_row(tmp_path):
@@ -389,13 +394,11 @@ def test_a_parquet_column_that_is_not_utf_8_is_reported_with_its_row(tmp_path):
         text_of(bad, "text")
 
 
-def test_a_second_process_with_the_same_output_is_refused_and_touches_nothing(tmp_path, capsys):
-    (tmp_path / "a.txt").write_text(TEXTS[0])
-    arguments = ("--source", tmp_path / "a.txt", "--output", tmp_path / "out" / "corpus", "--train_vocab_size", "257")
+def test_a_second_process_with_the_same_output_is_refused_and_touches_nothing(tmp_path, capsys, small_command):
     with reserved(tmp_path / "new" / "out" / "corpus"):
         pass
     with reserved(tmp_path / "out" / "corpus"):
-        assert "out/corpus is being written by another process, which holds" in _error_of(capsys, *arguments)
+        assert "out/corpus is being written by another process, which holds" in _error_of(capsys, *small_command)
         assert [path.name for path in (tmp_path / "out").iterdir()] == [".corpus.lock"]
     with reserved(tmp_path / "out" / "corpus"):
         pass
@@ -417,12 +420,10 @@ def test_a_file_system_without_locks_is_written_to_and_one_that_cannot_be_is_an_
         reserved(tmp_path / "out" / "corpus").__enter__()
 
 
-def test_a_full_disk_is_reported_in_one_line_and_nothing_is_left(tmp_path, capsys):
+def test_a_full_disk_is_reported_in_one_line_and_nothing_is_left(tmp_path, capsys, small_command):
     """The system limits the size of a file to less than the tokenizer's, which is written first."""
-    (tmp_path / "a.txt").write_text(TEXTS[0])
-    arguments = ("--source", tmp_path / "a.txt", "--output", tmp_path / "out" / "corpus", "--train_vocab_size", "257")
     with files_of_at_most(100):
-        message = _error_of(capsys, *arguments)
+        message = _error_of(capsys, *small_command)
     assert re.search(r"cannot write or read .*corpus.* \(File too large\); make room, or choose another", message)
     assert list((tmp_path / "out").iterdir()) == []
 
@@ -487,10 +488,9 @@ def test_a_source_that_cannot_be_read_is_reported_in_one_line(tmp_path, name, co
     assert "\n" not in str(raised.value)
 
 
-def test_a_source_without_text_leaves_nothing(tmp_path, capsys):
-    (tmp_path / "a.txt").touch()
-    arguments = ("--source", tmp_path / "a.txt", "--output", tmp_path / "out" / "corpus", "--train_vocab_size", "257")
-    assert "holds no text" in _error_of(capsys, *arguments, "--workers", "1")
+def test_a_source_without_text_leaves_nothing(tmp_path, capsys, small_command):
+    (tmp_path / "a.txt").write_text("")
+    assert "holds no text" in _error_of(capsys, *small_command)
     assert list(tmp_path.glob("out/*")) == []
 
 

@@ -24,7 +24,7 @@ from gpt.checkpoint.folder import find
 from gpt.pretrained.weights import load_pretrained
 from parallel.validation.errors import ConfigError
 from tests.fuzz import fuzzed, result_unless_refused, run_examples
-from tests.pretrained_weights import write_pretrained
+from tests.pretrained_weights import change_config, write_pretrained
 from tests.unit.gpt.checkpoint.runs import (
     DATA,
     NAMES,
@@ -231,12 +231,7 @@ def test_weights_of_a_damaged_folder_are_refused_or_finite_and_of_the_right_shap
     names, originals = (file.name, "config.json"), {path: path.read_bytes() for path in weights.iterdir()}
 
     def change_of_config(change: Callable[[Any], None]) -> Damage:
-        def damage(folder: Path) -> None:
-            content = json.loads((folder / "config.json").read_text())
-            change(content)
-            (folder / "config.json").write_text(json.dumps(content))
-
-        return damage
+        return lambda folder: change_config(folder, change)
 
     def check(damages: list[Damage]) -> None:
         shutil.rmtree(weights)

@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,7 +24,7 @@ from parallel.comm_log import CommLog
 from parallel.mesh import Axis
 from parallel.validation.errors import ConfigError
 from tests.models import rms_norm
-from tests.pretrained_weights import weights_from_transformers, write_pretrained
+from tests.pretrained_weights import change_config, weights_from_transformers, write_pretrained
 from tests.unit.gpt.model.models import MODELS, SIZES, batch, preset_config, small_config, small_gpt
 
 NORMS = (
@@ -176,20 +175,16 @@ REFUSED = [
 def test_what_differs_is_refused_by_name(name, changes, message, tmp_path):
     config = preset_config(name, rope_scaling=None)
     write_pretrained(tmp_path, config, small_gpt(config).state_dict())
-    change_config(tmp_path, changes)
+    change_config(tmp_path, lambda content: content.update(changes))
     with pytest.raises(ConfigError, match=message):
         load_pretrained(small_gpt(config), tmp_path)
-
-
-def change_config(folder: Path, changes: dict) -> None:
-    content = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**content, **changes}))
 
 
 def test_an_original_length_beside_the_rotary_parameters_replaces_the_one_in_them(tmp_path):
     config = preset_config("llama")
     write_pretrained(tmp_path, config, small_gpt(config).state_dict())
-    change_config(tmp_path, {"original_max_position_embeddings": 2 * config.rope_scaling.original_seq_length})
+    longer = {"original_max_position_embeddings": 2 * config.rope_scaling.original_seq_length}
+    change_config(tmp_path, lambda content: content.update(longer))
     found, weights = read_pretrained(tmp_path)
     load_weights(ours := small_gpt(found), weights)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
@@ -200,7 +195,7 @@ def test_an_original_length_beside_the_rotary_parameters_replaces_the_one_in_the
 def test_a_window_of_mistral_limits_the_sequences(tmp_path):
     config = preset_config("mistral")
     write_pretrained(tmp_path, config, small_gpt(config).state_dict())
-    change_config(tmp_path, {"model_type": "mistral", "sliding_window": 8})
+    change_config(tmp_path, lambda content: content.update(model_type="mistral", sliding_window=8))
     load_pretrained(small_gpt(preset_config("mistral", seq_length=8)), tmp_path)
     with pytest.raises(ConfigError, match="has 8 positions, or a sliding window of as many"):
         load_pretrained(small_gpt(config), tmp_path)
@@ -209,9 +204,9 @@ def test_a_window_of_mistral_limits_the_sequences(tmp_path):
 def test_a_mistral_whose_window_is_null_has_none(tmp_path):
     gpt = small_gpt(config := preset_config("mistral", seq_length=4100))
     write_pretrained(tmp_path, config, gpt.state_dict())
-    change_config(tmp_path, {"model_type": "mistral", "sliding_window": None})
+    change_config(tmp_path, lambda content: content.update(model_type="mistral", sliding_window=None))
     load_pretrained(gpt, tmp_path)
-    (tmp_path / "config.json").write_text((tmp_path / "config.json").read_text().replace("sliding_window", "unknown"))
+    change_config(tmp_path, lambda content: content.pop("sliding_window"))
     with pytest.raises(ConfigError, match="has 4096 positions, or a sliding window of as many"):
         load_pretrained(gpt, tmp_path)
 

@@ -1,6 +1,5 @@
 """Folders of initial weights: names, shapes, types and finiteness are checked, and the configuration is needed."""
 
-import json
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +14,7 @@ from gpt.pretrained.weights import load_pretrained, write_config
 from gpt.settings.parser import parse_settings
 from gpt.shape.config import ModelConfig, RopeScaling, parameter_shapes
 from parallel.validation.errors import ConfigError
-from tests.pretrained_weights import weights_to_transformers, write_pretrained
+from tests.pretrained_weights import change_config, weights_to_transformers, write_pretrained
 from tests.unit.gpt.model.models import VARIANTS, small_config, small_gpt
 from zero.state.tensor_file import write_tensors
 
@@ -112,12 +111,10 @@ def test_weights_that_overflow_in_the_precision_of_the_run_are_refused(folder: P
     ],
 )
 def test_a_configuration_that_is_wrong_is_refused(folder: Path, change: Callable[[Any], object], message: str | None):
-    content = json.loads((folder / "config.json").read_text())
-    change(content)
-    (folder / "config.json").write_text(json.dumps(content))
+    change_config(folder, change)
     if message is None:
-        content["resid_pdrop"] = 0.0  # as the others; it was left out above, where the default is another
-        (folder / "config.json").write_text(json.dumps(content))
+        # as the others; it was left out above, where the default is another
+        change_config(folder, lambda content: content.update(resid_pdrop=0.0))
         load_pretrained(small_gpt(CONFIG, seed=2), folder)
     else:
         assert_refused(folder, message)

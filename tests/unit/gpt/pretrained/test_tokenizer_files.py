@@ -17,6 +17,7 @@ from gpt.pretrained.tokenizer_files import tokenizer_of_data
 from gpt.pretrained.weights import write_weights
 from gpt.shape.config import ModelConfig, parameter_shapes
 from parallel.validation.errors import ConfigError
+from tests.pretrained_weights import change_config
 from tests.unit.gpt.model.models import preset_config
 from tests.unit.gpt.runs_in_process import make_trainer
 
@@ -77,9 +78,7 @@ def write_origin(folder: Path, tokenizer: Tokenizer) -> dict[str, object]:
     """Write a Llama of 64 positions with ids, tokenizer and chat template of its own; return its options."""
     config = preset_config("llama2", num_layers=1, hidden_size=8, num_heads=2, seq_length=64, vocab_size=64)
     write_zeros(folder, config, None)
-    content = json.loads((folder / "config.json").read_text())
-    content |= {"bos_token_id": 3, "eos_token_id": [4, 5]}
-    (folder / "config.json").write_text(json.dumps(content))
+    change_config(folder, lambda content: content.update(bos_token_id=3, eos_token_id=[4, 5]))
     backend = Backend.from_str(tokenizer.text)
     backend.add_special_tokens(["<s>"])
     start = ("<s>", backend.token_to_id("<s>"))
