@@ -53,7 +53,7 @@ def run(num_ranks: int, prefix: Path, run_dir: Path, **settings: object) -> list
 
 @contextmanager
 def started_ranks(
-    folder: Path, function: Callable[..., None], *args: str, **environment: str
+    folder: Path, function: Callable[..., None], *args: object, **environment: str
 ) -> Iterator[list[BaseProcess]]:
     """Call a function in two processes of their own, which write what they print to `folder`, with torchrun's ranks."""
     store = dist.TCPStore(MASTER_ADDRESS, 0, is_master=True, wait_for_workers=False)

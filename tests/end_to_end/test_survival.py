@@ -127,28 +127,22 @@ def test_a_rank_whose_peer_is_killed_ends_with_one_line_and_the_code_of_the_watc
     assert "error: another rank or its node was lost (Connection" in said
 
 
-def stop_clock_of_watchdog(run_dir: Path) -> Path:
-    """Let the watchdog's clock stand still until the returned file exists.
+def run_until_told_to_hang(hangs: Path, *arguments: str) -> None:
+    """Run a training whose watchdog's clock stands still until a file exists.
 
     So on a slow machine, too, nothing but what hangs exceeds the limit.
     """
-    hangs = run_dir / "HANGS"
     watch.Watchdog = functools.partial(watch.Watchdog, clock=lambda: time.monotonic() if hangs.exists() else 0.0)
-    return hangs
-
-
-def run_until_told_to_hang(run_dir: str, *arguments: str) -> None:
-    stop_clock_of_watchdog(Path(run_dir))
     run_program("pretrain_gpt.py", *arguments)
 
 
 def test_a_rank_that_hangs_is_named_with_its_last_collective_and_the_job_ends(corpus, tmp_path):
     run_dir = tmp_path / "run"
     arguments = options(corpus, run_dir, run__hang_seconds=2, **LONG)
-    with started_ranks(tmp_path, run_until_told_to_hang, str(run_dir), *arguments) as ranks:
+    with started_ranks(tmp_path, run_until_told_to_hang, tmp_path / "HANGS", *arguments) as ranks:
         wait_for_steps(run_dir, 5, ranks[0].is_alive)
         os.kill(ranks[1].pid, signal.SIGSTOP)
-        (run_dir / "HANGS").touch()
+        (tmp_path / "HANGS").touch()
         assert wait_for_end(ranks[0]) == 3
     said = said_by(tmp_path, 0).read_text()
     next_one = r"\w+ of [\d,]+ bytes along the \w+ axis in \w+ at \w+/\w+\.py:\d+"

@@ -23,10 +23,6 @@ OPTION = re.compile(r"--([a-z_]+\.[a-z_.]+)")
 FOLDERS = {path.name for path in ROOT.iterdir() if path.is_dir()} - {"runs"}
 
 
-def words_of(command: str) -> list[str]:
-    return shlex.split(command, comments=True)
-
-
 def test_every_block_of_bash_parses():
     for block in BLOCKS:
         if block.language == "bash":
@@ -41,7 +37,9 @@ def test_every_block_with_commands_says_that_it_is_bash():
 
 
 def test_the_files_modules_and_settings_of_each_command_exist():
-    missing = [(page, name) for page, command in COMMANDS for name in missing_names(words_of(command))]
+    missing = [
+        (page, name) for page, command in COMMANDS for name in missing_names(shlex.split(command, comments=True))
+    ]
     assert not missing
 
 

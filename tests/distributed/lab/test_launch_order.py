@@ -72,7 +72,10 @@ def collectives_by_communicator(launches: list[Launch]) -> dict[tuple, list[tupl
     return found
 
 
-def check(name: str) -> None:
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == ON_THE_HOST else pytest.mark.full) for name in SETTINGS]
+)
+def test_ranks_launch_the_same_collectives_cannot_hang_and_expose_few(name):
     case = SETTINGS[name]
     settings = settings_of(dict(zip(FACTORS, (*case.values, "bf16", "adamw", ""), strict=True)))
     settings = replace(settings, model=replace(settings.model, num_layers=2))
@@ -125,10 +128,3 @@ def relative_duration(launch: Launch) -> float:
     if launch.is_collective:
         return launch.num_bytes if axis_of(launch) != "tensor" else 0
     return launch.num_bytes / 4 if launch.stream == COMPUTATION else 0
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == ON_THE_HOST else pytest.mark.full) for name in SETTINGS]
-)
-def test_ranks_launch_the_same_collectives_cannot_hang_and_expose_few(name):
-    check(name)

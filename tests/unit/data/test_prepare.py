@@ -488,12 +488,6 @@ def test_a_source_that_cannot_be_read_is_reported_in_one_line(tmp_path, name, co
     assert "\n" not in str(raised.value)
 
 
-def test_a_source_without_text_leaves_nothing(tmp_path, capsys, small_command):
-    (tmp_path / "a.txt").write_text("")
-    assert "holds no text" in _error_of(capsys, *small_command)
-    assert list(tmp_path.glob("out/*")) == []
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -501,6 +495,7 @@ def test_a_source_without_text_leaves_nothing(tmp_path, capsys, small_command):
         (["--output", ".."], "--output .. names no files; give the beginning of their names"),
         (["--source", "number.parquet"], r"number.parquet has no column of text .*one of text \(int64\)"),
         (["--source", "body.parquet"], r"body.parquet has no column of text called text; .*one of body \(string\)"),
+        (["--source", "empty.txt"], "holds no text"),
         (["--source", "missing.txt"], "--source missing.txt: no such file"),
         (["--source", "*.nothing"], r"--source \*.nothing: no such file"),
         (["--source", "dataset", "--split", "valid"], "--split valid is not among its splits train"),
@@ -508,13 +503,15 @@ def test_a_source_without_text_leaves_nothing(tmp_path, capsys, small_command):
         (["--max_documents", "9223372036854775808"], "--max_documents=9223372036854775808 must be 1 or more, and at"),
     ],
 )
-def test_options_that_cannot_be_followed_are_reported_in_one_line(
+def test_options_that_cannot_be_followed_are_reported_in_one_line_and_leave_nothing(
     tmp_path, monkeypatch, capsys, datasets, options, message
 ):
     monkeypatch.chdir(tmp_path)
     Path("a.txt").write_text(TEXTS[0])
+    Path("empty.txt").touch()
     parquet.write_table(pa.table({"body": ["a"]}), "body.parquet")
     parquet.write_table(pa.table({"text": [1]}), "number.parquet")
     datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": ["a"]})}).save_to_disk("dataset")
-    arguments = ("--source", "a.txt", "--output", "corpus", "--train_vocab_size", "257")
+    arguments = _command("a.txt", "corpus", "--train_vocab_size", "257")
     assert re.search(message, _error_of(capsys, *arguments, *options))
+    assert list(tmp_path.glob("*corpus*")) == []

@@ -32,11 +32,6 @@ class Gone:
         raise dist.DistNetworkError("failed to send")
 
 
-def use_store(monkeypatch: pytest.MonkeyPatch, store: object) -> None:
-    for module in (world, store_module):
-        monkeypatch.setattr(module, "default_store", lambda: store)
-
-
 @pytest.fixture
 def exit_code_of(monkeypatch):
     """Return a function that lets a rank fail with an error, and returns its exit code and its pauses."""
@@ -48,7 +43,8 @@ def exit_code_of(monkeypatch):
             raise SystemExit(code)
 
         monkeypatch.setattr(dist, "is_initialized", lambda: True)
-        use_store(monkeypatch, store)
+        for module in (world, store_module):
+            monkeypatch.setattr(module, "default_store", lambda: store)
         monkeypatch.setattr(world.time, "sleep", pauses.append)
         monkeypatch.setattr(world.os, "_exit", leave)
         with pytest.raises(SystemExit) as ended, exit_as_rank():

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
@@ -40,13 +41,6 @@ def as_config(name: str, text: str) -> str:
     return f"--config={text}"
 
 
-def value_of(settings: Settings, name: str) -> Any:
-    found: Any = settings
-    for part in name.split("."):
-        found = getattr(found, part)
-    return found
-
-
 def parts_of(hint: Any) -> list[Any]:
     """Return the types of which a type consists, lists by their elements."""
     if get_origin(hint) in (list, tuple):
@@ -65,7 +59,7 @@ def test_any_value_of_a_setting_is_taken_as_it_is_or_refused_in_one_line(name: s
                 assert error.isprintable()
                 assert name in error or f"{name.rpartition('.')[0]}." in error
             elif name in LEAVES and name != DEEPSPEED_CONFIG:
-                taken, found = settings, value_of(settings, name)
+                taken, found = settings, attrgetter(name)(settings)
                 assert found == (text if isinstance(found, str) and not is_quoted else alike(found, value))
                 assert found != math.inf or name in MAY_BE_INFINITE
     if taken is not None:

@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +18,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from parallel.launch import __main__ as launcher
+from tests.programs import wait_until
 from tests.source_files import ROOT
 
 SCRIPTS = ROOT / "scripts" / "launch"
@@ -249,9 +249,7 @@ def test_slurm_fetches_a_container_and_starts_it_with_what_is_mounted(stubs):
 def test_slurms_warning_reaches_the_ranks_and_the_job_goes_back_into_the_queue(stubs):
     settings = slurm(ENDS='{"parallel.launch": 0}', ENDS_AFTER="scancel", SLURM_JOB_NUM_NODES="1")
     with subprocess.Popen([SCRIPTS / "slurm.sbatch"], env=environment(stubs, **settings)) as job:
-        while not (stubs / "calls").exists() or '"parallel.launch"' not in (stubs / "calls").read_text():
-            assert job.poll() is None
-            time.sleep(0.05)
+        wait_until(lambda: (stubs / "calls").exists() and '"parallel.launch"' in (stubs / "calls").read_text())
         job.send_signal(signal.SIGUSR1)
     assert job.returncode == 0
     last = [call.words for call in calls_in(stubs)[-2:]]
