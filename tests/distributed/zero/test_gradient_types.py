@@ -177,22 +177,6 @@ def test_fp16_neither_overflows_nor_vanishes_on_the_way():
     assert run_ranks(4, extreme_fp16)[0] == [[2.0**-23, 20000.0]] * 2
 
 
-def gradient_messages(config: ZeroConfig) -> set[tuple[str, str]]:
-    mesh = Mesh.create(tensor_size=1, shard_size=2)
-    mesh.log.keeps_events = True
-    gradient(random_inputs, 2, config, torch.bfloat16, mesh)
-    reductions = [event for event in mesh.log.events if event.op in ("reduce_scatter", "all_reduce")]
-    # Without the norm, one number, and without what `gradient` gathers.
-    reductions = [event for event in reductions if event.message_bytes > 8 and event.dtype != torch.float64]
-    return {(event.axis, str(event.dtype)) for event in reductions}
-
-
-def test_groups_of_shards_reduce_in_the_chosen_type():
-    cases = [[ZeroConfig(2, bucket_numel=500, reduce_dtype=reduce)] for reduce in ("fp32", "bf16")]
-    for found, reduce in zip(run_cases(4, gradient_messages, cases), ("fp32", "bf16"), strict=True):
-        assert found[0] == {(axis, str(DTYPES[reduce])) for axis in ("shard", "replica")}
-
-
 def messages_of_tensor_ranks(reduce: str) -> tuple[set[tuple[str, str]], list[str]]:
     """Return what tensor ranks with own tokens send: (op, type) in backward, and the types of the sums of two steps."""
     train = TrainSettings(micro_batch_size=1, global_batch_size=4)

@@ -5,7 +5,6 @@ import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
 from unittest import mock
@@ -17,16 +16,13 @@ from torch import Tensor, nn
 
 from parallel.mesh import Mesh
 from parallel.store import report_reason, shared_store, with_reason
-from parallel.world import StartOptions, start_world
 from tests.ranks import run_cases, run_ranks
-from tests.twins import params_of
 from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
 from zero.order import agreement
 from zero.order.agreement import DivergedRanks
-from zero.order.host_barrier import BrokenBarrier, HostBarrier
+from zero.order.host_barrier import HostBarrier
 from zero.partition.config import ZeroConfig
-from zero.torch_ranks import as_axis
 
 T = TypeVar("T")
 STAGE_3 = ZeroConfig(stage=3, bucket_numel=500, prefetch_numel=600)
@@ -288,27 +284,6 @@ def test_ranks_that_evaluate_different_numbers_of_batches_are_named_by_what_they
         assert "begins a backward after 0" in text
 
 
-def run_numbers(config: ZeroConfig) -> dict[str, Tensor]:
-    """Run a step with another number of micro-batches on each rank; return the parameters."""
-    trainee = Trainee(config, Mesh.create(tensor_size=1))
-    for parts in (["aal", "l"], ["l", "al"]):
-        trainee.run(parts[trainee.mesh.data.rank])
-    return params_of(trainee.model)
-
-
-def test_ranks_may_run_different_numbers_of_micro_batches_if_only_the_last_communicates():
-    plain = Branches()
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    for num_micro_batches in (4, 3):
-        optimizer.zero_grad()
-        for _ in range(num_micro_batches):
-            (plain(torch.ones(1, 16), ALL[0]) / 2).backward()
-        optimizer.step()
-    expected = {name: param.detach() for name, param in plain.named_parameters()}
-    for params in itertools.chain(*run_cases(2, run_numbers, [(ZeroConfig(0),), (ZeroConfig(1),), (STAGE_2_LOCAL,)])):
-        torch.testing.assert_close(params, expected)
-
-
 class BranchesOfRoot(Branches):
     """Blocks, and a parameter of the root."""
 
@@ -370,29 +345,6 @@ def test_the_reason_of_an_error_is_forgotten_when_the_ranks_agree_again():
     for before, after in run_ranks(2, errors_around_an_agreement):
         assert before.startswith("ranks differ (this rank waited")
         assert after == "closed by peer"
-
-
-def errors_of_waiting_alone(hang_seconds: float) -> list[str]:
-    """Return what a barrier of all ranks says if only this one waits, and one of a group with a limit of 84 s."""
-    start_world(StartOptions(hang_seconds=hang_seconds))
-    group, texts = dist.new_group(timeout=timedelta(seconds=84)), []
-    barriers = [HostBarrier(axis, Clock(1e8)) for axis in (Mesh.create(tensor_size=1).data, as_axis(group))]
-    for barrier in barriers if dist.get_rank() == 0 else ():
-        with pytest.raises(BrokenBarrier) as caught:
-            barrier.wait("eats")
-        texts.append(str(caught.value))
-    dist.barrier()
-    dist.destroy_process_group()
-    return texts
-
-
-@pytest.mark.parametrize(
-    ("hang_seconds", "half"),
-    [(700.0, "1050"), *(pytest.param(*pair, marks=pytest.mark.full) for pair in [(2.0, "300"), (0.0, "1.5768e+07")])],
-)
-def test_a_rank_waits_for_half_of_the_time_that_collectives_of_its_group_may_take(hang_seconds, half):
-    texts = [f"data rank 0 eats, and of 2 ranks 1 did so within {limit} s" for limit in (half, "42")]
-    assert run_ranks(2, errors_of_waiting_alone, hang_seconds, init_process_group=False) == [texts, []]
 
 
 def keys_after_uses() -> list[int]:

@@ -39,14 +39,16 @@ def store() -> NotingStore:
 @pytest.fixture
 def barriers(monkeypatch, now, store) -> list[HostBarrier]:
     """Those of two ranks, in one process."""
-    made = []
-    monkeypatch.setattr(host_barrier, "time_limit", lambda _group: timedelta(seconds=200))
+    made, limits = [], dict[dist.ProcessGroup, timedelta]()
+    monkeypatch.setattr(host_barrier, "time_limit", limits.__getitem__)
     monkeypatch.setattr(host_barrier, "shared_store", lambda: store)
     monkeypatch.setattr(host_barrier, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(Axis, "has_peers", True)
     for rank in range(2):
         with imitated_world(rank, 2, local_size=2, backend="gloo"):
-            made.append(HostBarrier(Mesh.create(tensor_size=1).data, clock=lambda: now[0]))
+            data = Mesh.create(tensor_size=1).data
+            limits[data.group] = timedelta(seconds=200)
+            made.append(HostBarrier(data, clock=lambda: now[0]))
     return made
 
 
