@@ -49,11 +49,8 @@ def test_a_node_is_known_by_the_address_from_which_it_reaches_the_first():
     ("elsewhere", "interfaces", "expected"),
     [
         ("10.0.0.7", {"lo": "127.0.0.1", "e0": "10.0.0.6", "e1": "10.0.0.7"}, ("10.0.0.7", "e1")),
-        (
-            None,
-            {"lo": "127.0.0.1", "e0": "10.0.0.6", "e1": "10.0.0.7"},
-            ("10.0.0.6", "e0"),
-        ),  # there is no default route
+        # There is no default route.
+        (None, {"lo": "127.0.0.1", "e0": "10.0.0.6", "e1": "10.0.0.7"}, ("10.0.0.6", "e0")),
         (None, {"lo": "127.0.0.1"}, ("127.0.1.1", "")),
     ],
 )
