@@ -17,7 +17,6 @@ import torch.distributed as dist
 from parallel import comm_log
 from parallel.comm_log import CommLog
 from parallel.watchdog import EXIT_CODE, Heartbeat, Watchdog, describe_hang
-from tests.programs import wait_until
 
 NEXT = "all_reduce of 8 bytes along the data axis in update"
 WAITING = Heartbeat(40, 30.0, num_launched=100, num_reached=100, num_complete=99, next=NEXT)
@@ -211,13 +210,12 @@ def test_another_rank_reports_if_the_one_that_was_to_do_so_has_stopped(job):
 
 
 def test_a_rank_that_finds_another_one_at_work_reports_again_after_half_of_the_time(job):
-    def is_asked_again() -> bool:
-        job.ranks[1].beat()
-        return job.read(0).idle_seconds == pytest.approx(0.025)
-
+    deadline = time.monotonic() + 60
     with job.ranks[0].running(), job.ranks[1].running():
         job.now += 20.0
-        wait_until(is_asked_again)
+        while job.read(0).idle_seconds != pytest.approx(0.025):
+            assert time.monotonic() < deadline
+            job.ranks[1].beat()
     assert job.happened.empty()
     job.store.delete_key.assert_called_with("watch/num_reporters")
 
