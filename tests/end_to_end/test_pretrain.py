@@ -123,11 +123,7 @@ def same_everywhere(record: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("stage", "precision", "tensor_size", "offload", "last_step"),
-    [
-        (1, "fp32", 1, "host", 2),
-        (2, "fp16", 2, "accelerator", 4),
-        (3, "bf16", 1, "auto", 2),
-    ],
+    [(1, "fp32", 1, "host", 2), (2, "fp16", 2, "accelerator", 4), (3, "bf16", 1, "auto", 2)],
 )
 def test_a_resumed_run_equals_an_undisturbed_one_bit_for_bit(
     corpus, tmp_path, stage, precision, tensor_size, offload, last_step

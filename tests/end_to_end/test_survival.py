@@ -26,15 +26,7 @@ from parallel.validation.errors import ConfigError
 from parallel.world import start_world
 from pretrain_gpt import pretrain
 from tests.end_to_end.runs import TWO_RANKS, options, run, said_by, started_ranks
-from tests.programs import (
-    HANG_SECONDS,
-    ROOT,
-    files_of_at_most,
-    run_program,
-    run_python,
-    wait_for_end,
-    wait_until,
-)
+from tests.programs import HANG_SECONDS, ROOT, files_of_at_most, run_program, run_python, wait_for_end, wait_until
 
 LONG = {"train__steps": 10_000, "model__dropout": 0.1}
 

@@ -66,10 +66,7 @@ def test_nodes_that_are_alike_pass(nodes, tmp_path):
         ("mount --bind /dev/null {data}.idx", "n2: other data than elsewhere: {data}.idx"),
         ("mount -t tmpfs -o size=100k tmpfs {run}", "n2: {run} cannot be written: No space left on device"),
         ("mount -t tmpfs -o size=40m tmpfs {run}", "n2: {run} is not the disk of n1"),
-        (
-            "ip route replace blackhole 10.77.0.1/32",
-            "1 of 2 nodes have reported within {wait} s: n1; missing: n2",
-        ),
+        ("ip route replace blackhole 10.77.0.1/32", "1 of 2 nodes have reported within {wait} s: n1; missing: n2"),
     ],
     ids=["code", "data", "full disk", "own disk", "blocked port"],
 )

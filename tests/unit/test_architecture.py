@@ -335,9 +335,7 @@ ALLOWED: dict[Rule, list[dict[str, str]]] = {
         {"gpt/trainer.py": FUNCTION_OF_51_LINES.removesuffix("    pass\n")},
         {"lab/faults/runs.py": FUNCTION_OF_51_LINES},
     ],
-    no_imports_form_a_circle: [
-        {"zero/a.py": "import zero.b, zero.c", "zero/b.py": "import zero.c", "zero/c.py": ""},
-    ],
+    no_imports_form_a_circle: [{"zero/a.py": "import zero.b, zero.c", "zero/b.py": "import zero.c", "zero/c.py": ""}],
     no_folder_is_a_hallway: [{f"zero/{name}.py": "" for name in ["__init__", *map(str, range(MOST_MODULES))]}],
 }
 

@@ -123,11 +123,7 @@ LOSSES: dict[str, tuple[Callable[[Path], None], int, str]] = {
     ),
     "a generation": (damage(shutil.rmtree, "1/4", "2/4"), 2, "step 4 is not used: no node has the file of rank 2"),
     "the layout": (damage(cut_off, *(f"{n}/4/{LAYOUT}" for n in range(3))), 2, "step 4 is not used: .*layout.json"),
-    "two generations": (
-        damage(flip_bit, ON_NODE, AT_PEER, *OLDER),
-        0,
-        f"step [24] is not used: .*{RANK2} is damaged",
-    ),
+    "two generations": (damage(flip_bit, ON_NODE, AT_PEER, *OLDER), 0, f"step [24] is not used: .*{RANK2} is damaged"),
     "two neighbors": (lose(0, 1), 0, "step [24] is not used: no node has the file of rank 0, 1"),
     "all nodes": (lose(0, 1, 2), 0, ""),
 }

@@ -308,8 +308,7 @@ def test_settings_that_the_optimizer_does_not_take_are_told_in_its_words(keyword
 
 
 @pytest.mark.parametrize(
-    ("is_dynamic", "settings", "warns"),
-    [(False, {}, True), (True, {}, False), (False, {"warn_skipped": False}, False)],
+    ("is_dynamic", "settings", "warns"), [(False, {}, True), (True, {}, False), (False, {"warn_skipped": False}, False)]
 )
 def test_a_skipped_step_warns_unless_it_is_expected(is_dynamic, settings, warns):
     model = ZeroDataParallel(nn.Linear(4, 4), Axis.trivial("data"), ZeroConfig())

@@ -150,7 +150,7 @@ TABLE = {
         the_wrapper,
         a_module_that_raises_and_runs_again,
     )
-    | cases(a_part_that_runs_by_itself, a_module_that_reads_weights_of_another, stages=[3]),
+    | cases(a_part_that_runs_by_itself, a_module_that_reads_weights_of_another, stages=[3])
 }
 
 test_scenario = as_test(__name__, TABLE)

@@ -8,17 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.procedures import (
-    NON_REENTRANT,
-    REENTRANT,
-    BlockWith,
-    With,
-    adapted,
-    calling,
-    linear,
-    trains,
-    trains_by,
-)
+from tests.procedures import NON_REENTRANT, REENTRANT, BlockWith, With, adapted, calling, linear, trains, trains_by
 from tests.scenarios import Block, Blocks, Model, Run, as_test, cases, mean_square
 
 KINDS = (REENTRANT, NON_REENTRANT)
@@ -123,9 +113,7 @@ TABLE = {
             "weights of other units": trains(*(partial(reading_other_units, kind) for kind in KINDS)),
             "DeepSpeed#8130, DeepSpeed#8148: frozen": trains(*(partial(with_frozen, kind) for kind in KINDS)),
             "pytorch#164009, VeOmni#1043: nested units": trains_by(
-                nested_units,
-                lambda model, x: mean_square(model, x).backward(),
-                units=("blocks.*", "blocks.*.expert"),
+                nested_units, lambda model, x: mean_square(model, x).backward(), units=("blocks.*", "blocks.*.expert")
             ),
         },
         a_step_after_one_that_raised_in_backward,

@@ -98,7 +98,7 @@ def run_excerpts(is_half_precision: bool, run: Run) -> None:
 TABLE = {
     "examples": cases({"in full precision": partial(run_excerpts, False)})
     # A gradient of at most 1 is summed over other rows than in one process, each time rounded to 2**-8; so is a weight.
-    | cases({"in half precision": partial(run_excerpts, True)}, dtype=torch.float32, tolerance=2**-6),
+    | cases({"in half precision": partial(run_excerpts, True)}, dtype=torch.float32, tolerance=2**-6)
 }
 
 test_scenario = as_test(__name__, TABLE)

@@ -158,11 +158,7 @@ def view_(x: Tensor) -> None:
     x.view(-1, 2)[:, 1:].sin_()
 
 
-CHANGES: list[Callable[[Tensor], object]] = [
-    lambda x: x.mul_(2),
-    add_,
-    view_,
-]
+CHANGES: list[Callable[[Tensor], object]] = [lambda x: x.mul_(2), add_, view_]
 
 
 def changing() -> nn.Module:

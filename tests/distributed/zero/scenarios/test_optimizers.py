@@ -170,9 +170,7 @@ TABLE = {
     "optimizers": cases(
         optimizers_of_torch,
         schedulers,
-        {
-            "pytorch#106916, DeepSpeed#7869, DeepSpeed#6873: groups": settings_change_between_steps,
-        },
+        {"pytorch#106916, DeepSpeed#7869, DeepSpeed#6873: groups": settings_change_between_steps},
     ),
     # Where the owned pieces are not all of the parameters.
     "evaluating-optimizers": cases(

@@ -201,8 +201,7 @@ def queries() -> nn.Module:
     """Return a model whose first block has no input, and the second one integers."""
     blocks = With(lambda m: m.query, query=param(WIDTH)), nn.Embedding(7, WIDTH, padding_idx=0), Block()
     return With(
-        lambda m, x: m.blocks[2](m.blocks[0]() + m.blocks[1]((5 * x).long() % 7).sum(1)),
-        blocks=nn.ModuleList(blocks),
+        lambda m, x: m.blocks[2](m.blocks[0]() + m.blocks[1]((5 * x).long() % 7).sum(1)), blocks=nn.ModuleList(blocks)
     )
 
 

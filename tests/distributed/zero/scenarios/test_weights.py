@@ -241,15 +241,13 @@ TABLE = {
         {
             "a regulariser": trains_by(Blocks, a_regulariser_with_a_backward_of_its_own),
             "pytorch#131965: a read before backward": trains(Blocks, loss=read_before_backward),
-        },
+        }
     )
     | cases(a_read_that_is_used_after_another_step, stages=[3]),
     "states-and-copies": cases(
         a_state_is_loaded_between_steps,
         copies_and_files,
-        {
-            "transformers#48841, pytorch#144289: evaluation without an optimizer": evaluation_without_an_optimizer,
-        },
+        {"transformers#48841, pytorch#144289: evaluation without an optimizer": evaluation_without_an_optimizer},
     ),
     "writes": cases(
         first_rank_writes,

@@ -54,10 +54,7 @@ class Clock:
 
 
 def error_of(
-    build: Callable[[Mesh], Callable[[T], None]],
-    steps: list[list[T]],
-    num_patient: int,
-    shard_size: int | None = None,
+    build: Callable[[Mesh], Callable[[T], None]], steps: list[list[T]], num_patient: int, shard_size: int | None = None
 ) -> str:
     """Call what `build` returns with steps[step][rank]; return the error of this rank, or an empty string.
 

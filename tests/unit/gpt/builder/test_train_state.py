@@ -55,12 +55,7 @@ def test_the_optimizer_is_that_of_the_settings(arguments, kind):
             assert group["weight_decay"] == (settings.optimizer.weight_decay if param.dim() > 1 else 0)
             is_hidden = names[param].startswith("blocks.") and names[param].endswith("weight") and param.dim() == 2
             is_large = param.dim() > 1
-            expected = {
-                Muon: is_hidden,
-                Soap: is_hidden,
-                AdamW8bit: is_large,
-                AdamWBf16: is_large,
-            }.get(kind, True)
+            expected = {Muon: is_hidden, Soap: is_hidden, AdamW8bit: is_large, AdamWBf16: is_large}.get(kind, True)
             assert ("update" not in group) == expected
     # q, k and v of the only layer, or of its two heads, and its projection, up and down
     updates, num_heads = optimizer.matrices, 2 if settings.optimizer.muon.per_head else 1
@@ -170,8 +165,5 @@ def test_a_layer_without_a_kernel_is_named(tensor_size: int, options: list[str],
     settings = parse_settings(
         [f"--config={BASE}", "--train.matmul=fp8", "--train.global_batch_size=16", *model, tensor]
     )
-    with (
-        imitated_world(0, 4, 4, "nccl") as world,
-        pytest.raises(ConfigError, match=rf"recipe=tensorwise.*{named}"),
-    ):
+    with imitated_world(0, 4, 4, "nccl") as world, pytest.raises(ConfigError, match=rf"recipe=tensorwise.*{named}"):
         build(settings, build_mesh(settings, world), world.device)

@@ -184,10 +184,7 @@ def test_partitioned_activations_need_tensor_ranks(translated, base):
         (zero(stage=3, cpu_offload_params=True), zero(stage=3, offload_param={"device": "cpu"})),
         (zero(stage=3, cpu_offload_param=True), zero(stage=3, offload_param={"device": "cpu"})),
         (zero(cpu_offload_use_pin_memory=True), zero(offload_optimizer={"pin_memory": True})),
-        (
-            zero(stage3_gather_fp16_weights_on_model_save=True),
-            zero(stage3_gather_16bit_weights_on_model_save=True),
-        ),
+        (zero(stage3_gather_fp16_weights_on_model_save=True), zero(stage3_gather_16bit_weights_on_model_save=True)),
         (zero(prefetch_bucket_size=9), zero(stage3_prefetch_bucket_size=9)),
         ({"bfloat16": {"enabled": True}}, {"bf16": {"enabled": True}}),
         ({"optimizer": {"params": {"max_grad_norm": 2.0}}}, {"gradient_clipping": 2.0}),

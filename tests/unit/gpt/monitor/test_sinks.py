@@ -142,8 +142,7 @@ def test_an_abort_is_reported_before_the_process_ends(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("last_step", "resume", "is_same_run"),
-    [(0, "auto", False), (1, "auto", True), (9, "never", False)],
+    ("last_step", "resume", "is_same_run"), [(0, "auto", False), (1, "auto", True), (9, "never", False)]
 )
 def test_a_run_that_continues_after_a_checkpoint_is_the_same_run_of_wandb(last_step, resume, is_same_run, tmp_path):
     options = ["--wandb.mode=offline", f"--checkpoint.resume={resume}", f"--run.dir={tmp_path}"]

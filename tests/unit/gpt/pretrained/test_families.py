@@ -133,8 +133,7 @@ def test_dropout_drops_the_same_elements_as_in_transformers():
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"),
-    [("1b", 1_235_814_400), ("3b", 3_212_749_824), ("8b", 8_030_261_248), ("70b", 70_553_706_496)],
+    ("name", "expected"), [("1b", 1_235_814_400), ("3b", 3_212_749_824), ("8b", 8_030_261_248), ("70b", 70_553_706_496)]
 )
 def test_configurations_of_llama_3_have_the_published_numbers_of_parameters(name, expected):
     settings = parse_settings(["--config", str(MODELS / f"llama-3-{name}.yaml")])

@@ -37,10 +37,7 @@ def allocated_peak(settings: Settings, world: World, trace: Path) -> int:
 
 @pytest.mark.parametrize(
     ("tensor_size", "precision", "options"),
-    [
-        (1, "fp32", ["--zero.stage=1"]),
-        (2, "bf16", ["--zero.stage=3", "--activations.store=none"]),
-    ],
+    [(1, "fp32", ["--zero.stage=1"]), (2, "bf16", ["--zero.stage=3", "--activations.store=none"])],
 )
 def test_the_peak_is_that_of_the_allocator(tensor_size: int, precision: str, options: list[str], tmp_path: Path):
     shape = "--model.num_layers=3 --model.hidden_size=64 --model.num_heads=4 --model.seq_length=64 --model.dropout=0"

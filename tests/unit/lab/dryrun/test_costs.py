@@ -160,10 +160,7 @@ def test_merged_kernels_are_the_one_that_moves_the_most_and_a_collective_ends_th
 
 
 def test_measured_kernels_and_collectives_take_their_measured_times():
-    curves = (
-        Curve("add float32", (1e6, 4e6), (1e-3, 2e-3)),
-        Curve("gelu bfloat16", (1e6,), (7e-3,)),
-    )
+    curves = (Curve("add float32", (1e6, 4e6), (1e-3, 2e-3)), Curve("gelu bfloat16", (1e6,), (7e-3,)))
     cluster = with_effect(kernels=curves, collectives=(Curve("all_gather of 2", (1e3, 1e6), (1e-4, 1e-2)),))
 
     def add(num_bytes: float, name: str = "add_", dtype: torch.dtype = torch.float32) -> float:

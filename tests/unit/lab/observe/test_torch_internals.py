@@ -34,10 +34,7 @@ def test_composites_are_recognized():
 
 @pytest.mark.parametrize(
     ("guarded", "unguarded"),
-    [
-        (TorchDispatchMode, UnguardedDispatchMode),
-        (internals.FakeTensorMode, internals.UnguardedFakeTensorMode),
-    ],
+    [(TorchDispatchMode, UnguardedDispatchMode), (internals.FakeTensorMode, internals.UnguardedFakeTensorMode)],
 )
 def test_the_method_of_an_unguarded_mode_is_not_wrapped(guarded, unguarded):
     def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

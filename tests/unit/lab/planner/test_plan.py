@@ -14,15 +14,7 @@ from lab.dryrun.dry_run import DEVICE, dry_run
 from lab.measure.cluster import ClusterSpec
 from lab.planner import depth
 from lab.planner.depth import Estimate, ShallowRun, shallow_runs
-from lab.planner.layouts import (
-    FIELDS,
-    CandidateLayout,
-    Prediction,
-    Store,
-    activation_bytes,
-    candidate_layouts,
-    predict,
-)
+from lab.planner.layouts import FIELDS, CandidateLayout, Prediction, Store, activation_bytes, candidate_layouts, predict
 from lab.planner.plan import constraints, main, with_tokens
 from lab.planner.plan_report import chosen_lines, constraint_lines
 from lab.planner.remedies import remedies
@@ -225,14 +217,8 @@ def test_every_constraint_of_a_covering_sample_is_kept_or_refused_by_name():
     ("constraint", "message"),
     [
         ({"parallel.tensor_size": 3}, r"parallel.tensor_size=3 cannot be kept on 400 GPUs .*; choose 1, 2, 4, 8, 16"),
-        (
-            {"train.micro_batch_size": 7},
-            r"micro_batch_size=7 cannot be kept on .*global_batch_size=800; choose 1, 2",
-        ),
-        (
-            {"parallel.shard_size": 16, "parallel.tensor_size": 16},
-            r"shard_size=16 cannot be kept .*choose null",
-        ),
+        ({"train.micro_batch_size": 7}, r"micro_batch_size=7 cannot be kept on .*global_batch_size=800; choose 1, 2"),
+        ({"parallel.shard_size": 16, "parallel.tensor_size": 16}, r"shard_size=16 cannot be kept .*choose null"),
         ({"parallel.tensor_size": 3, "train.micro_batch_size": 7}, r"no layout .* with parallel.tensor_size=3, train"),
     ],
 )

@@ -57,10 +57,7 @@ def test_a_node_is_known_by_the_address_from_which_it_reaches_the_first():
 def test_a_node_whose_name_is_a_loopback_address_is_known_by_the_one_that_others_use(elsewhere, interfaces, expected):
     sources = {"127.0.1.1": "127.0.0.1", route.ELSEWHERE: elsewhere}
     patches = {"_source_address": sources.get, "_is_own": lambda _address: True, "_interfaces": interfaces.items}
-    with (
-        mock.patch.object(socket, "gethostbyname", return_value="127.0.1.1"),
-        mock.patch.multiple(route, **patches),
-    ):
+    with mock.patch.object(socket, "gethostbyname", return_value="127.0.1.1"), mock.patch.multiple(route, **patches):
         assert find_route("node0:29500") == Route(True, *expected)
         assert find_route("localhost:29500") == Route(True, "127.0.0.1", "lo"), "all ranks are on one node"
 

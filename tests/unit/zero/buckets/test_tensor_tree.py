@@ -52,13 +52,7 @@ def test_tensors_are_found_in_containers_and_objects(tree):
 
 @pytest.mark.parametrize(
     "hidden",
-    [
-        lambda: X,
-        iter([X]),
-        (x for x in [X]),
-        Plain(lambda: X),
-        list(map(Pair, [X] * MAX_OBJECTS, [1] * MAX_OBJECTS)),
-    ],
+    [lambda: X, iter([X]), (x for x in [X]), Plain(lambda: X), list(map(Pair, [X] * MAX_OBJECTS, [1] * MAX_OBJECTS))],
 )
 def test_what_may_hide_tensors_is_reported(hidden):
     tensors, is_complete = find_tensors((Y, hidden))
