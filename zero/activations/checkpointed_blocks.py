@@ -45,8 +45,8 @@ class ActivationsConfig:
     hardware: Hardware = field(default_factory=Hardware)
     """The device and its links, from which auto computes its choice."""
     budget: Annotated[float, Range(0, 1)] | None = None
-    """With train.compile=blocks and store=none: the share of what a compiled block would save for backward, beyond its
-    inputs, that it may save; torch computes the rest again. null: torch's own choice, which is 1."""
+    """With train.compile=blocks, store=none and no dropout: a compiled block may save this share of what it would save
+    for backward beyond its inputs; torch computes the rest again. null: torch's own choice, which is 1."""
 
     def __post_init__(self) -> None:
         if self.budget is not None and self.store != "none":
