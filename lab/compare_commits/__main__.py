@@ -28,6 +28,8 @@ from pathlib import Path
 from shutil import rmtree
 from statistics import median
 
+from safetensors.numpy import load_file
+
 from lab.bench.rounds import in_rounds, quartiles, ratios
 from lab.compare_commits.cases import Case, compared, timed
 from lab.compare_commits.comparison import Measured, Refused, Row, compare
@@ -128,10 +130,7 @@ def _reason(log: Path) -> str:
 
 def _hashes(path: Path) -> dict[str, str]:
     """Return a hash of the bytes of each tensor in a file of safetensors."""
-    content = path.read_bytes()
-    begin = 8 + int.from_bytes(content[:8], "little")
-    places = {name: entry["data_offsets"] for name, entry in json.loads(content[8:begin]).items() if "dtype" in entry}
-    return {name: hashlib.sha256(content[begin + a : begin + b]).hexdigest() for name, (a, b) in places.items()}
+    return {name: hashlib.sha256(values.tobytes()).hexdigest() for name, values in load_file(path).items()}
 
 
 @contextmanager
