@@ -107,7 +107,7 @@ class Auditor:
             if flat.lifetime is Lifetime.TRANSIENT:
                 for bucket in flat.buckets:
                     bucket.params.wait_for_update()  # it may be on its way to host memory
-                    tensors.append(bucket.params.owned)
+                    tensors.append(bucket.params.own)
         tensors += [tensor for _, tensor in optimizer_states(state)]
         return torch.stack([bit_sum(tensor).to(state.device) for tensor in tensors])
 
@@ -221,7 +221,7 @@ def _owned(state: TrainState) -> Iterator[tuple[str, Tensor]]:
     """Yield this rank's owned pieces of the master weights."""
     for flat in state.model.flats:
         for bucket in flat.buckets:
-            for param, part in flat.layout.spans_in(bucket.shard):
+            for param, part in flat.layout.spans_in(bucket.ranges.own):
                 yield param.name, bucket.owned_part(bucket.master, part)
 
 
@@ -230,7 +230,10 @@ def optimizer_states(state: TrainState) -> NamedTensors:
     trainable = set(state.optimizer.buckets)
     for flat in state.model.flats:
         for bucket in trainable.intersection(flat.buckets):
-            names = {part.start - bucket.shard.start: param.name for param, part in flat.layout.spans_in(bucket.shard)}
+            names = {
+                part.start - bucket.ranges.own.start: param.name
+                for param, part in flat.layout.spans_in(bucket.ranges.own)
+            }
             for piece in state.optimizer.pieces_of(bucket):
                 for kind, value in state.optimizer.inner.state.get(piece.param, {}).items():
                     if isinstance(value, Tensor):

@@ -7,7 +7,7 @@ transient parameters     are unsharded a unit at a time: see zero/units/schedule
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
@@ -20,20 +20,24 @@ from parallel.mesh import Axis
 from parallel.tensor.gradient_sums import set_deferred
 from parallel.tensor.split_parameters import split_dims
 from parallel.validation.errors import ConfigError
-from zero.buckets.bucket import Bucket
+from zero.buckets.bucket import Bucket, slices_of
 from zero.buckets.flat import FlatContext, FlatParameters, is_absent
 from zero.buckets.gradients import GradientReducer
 from zero.buckets.guarded_parameter import ParameterGuard, changes
 from zero.buckets.hashes import GradientHashes
 from zero.buckets.tensor_tree import cast_floating_point
+from zero.buckets.transport import Transport, TransportOf
 from zero.buckets.weight_codes import WeightScales
 from zero.checks import check_arguments, check_module, coded_weights, refuse_replacing
 from zero.memory.placement import NO_OFFLOAD, Offload, OffloadConfig
 from zero.memory.streams import SideStream
 from zero.order.agreement import LaunchOrder
 from zero.partition.config import ZeroConfig
-from zero.partition.stage import Levels, Lifetime
+from zero.partition.layout import Slice
+from zero.partition.stage import Lifetime
 from zero.torch_ranks import AxisLike, as_axis
+from zero.transports.chosen import Transports
+from zero.transports.of_settings import transport_of
 from zero.units.access import UnitAccess
 from zero.units.hooks import Hook, ModuleHooks, PersistentHooks, hook_readers
 from zero.units.passes import Passes
@@ -65,8 +69,10 @@ class ZeroDataParallel(nn.Module):
     buffers of the first rank. `requires_grad` and dtypes are read once, here: to change them later, `unwrap` the module
     first. Pass `init` if the module was built inside a `ShardedInit`. With `device`, the module moves there, a unit at
     a time. With `param_dtype`, floating-point parameters, and inputs of the forward if `cast_forward_inputs`, are cast
-    to it; buffers are not, and master weights begin with the values before the cast. Raises ValueError if the module
-    cannot be wrapped, TypeError if an argument has another class, and DivergedRanks if another rank wraps another one.
+    to it; buffers are not, and master weights begin with the values before the cast. `transport` says how buckets are
+    communicated, for all parameters or by a function of (name, parameter); by default the settings say it. Raises
+    ValueError if the module cannot be wrapped, TypeError if an argument has another class, and DivergedRanks if another
+    rank wraps another one.
     """
 
     def __init__(
@@ -80,6 +86,7 @@ class ZeroDataParallel(nn.Module):
         param_dtype: torch.dtype | None = None,
         *,
         cast_forward_inputs: bool = True,
+        transport: Transport | TransportOf | None = None,
     ):
         super().__init__()
         data, config = as_axis(data), ZeroConfig() if config is None else config
@@ -93,19 +100,18 @@ class ZeroDataParallel(nn.Module):
         launch_order = LaunchOrder(config.policy.compared_axis(data), list(own))
         self._access = UnitAccess()
         self._guard = ParameterGuard({param: name for name, param in module.named_parameters()}, self._access)
-        levels = config.policy.levels(data)
-        numel = self._bucket_numel(own, levels, param_dtype or next(module.parameters()).dtype)
+        transport = transport_of(config, data) if transport is None else transport
+        self._transports = Transports(transport, own.values(), config, self.offload.device)
+        numel = self._bucket_numel(own, param_dtype or next(module.parameters()).dtype)
         gather_stream = SideStream(self.offload.device)
         self._scales = WeightScales(coded_weights(module, config), self.offload.device)
-        context = FlatContext(
-            config, levels, numel, self.offload, self._guard, gather_stream, self._scales, param_dtype
-        )
-        self._make_units(own, context, partial(_initial_values, data, init), launch_order)
+        context = FlatContext(config, numel, self.offload, self._guard, gather_stream, self._scales, param_dtype)
+        self._make_units(own, context, init, launch_order)
         if init:
             restore_parameter_tables(module)  # after the last `pop_full`
         _move_buffers(module, data, device)
         trainable = [bucket for flat in self.flats if flat.is_trainable for bucket in flat.buckets]
-        self.reducer = GradientReducer(trainable, levels, config, launch_order, self.offload)
+        self.reducer = GradientReducer(trainable, self.transports, config, launch_order, self.offload)
         self.measure_weights()
         self.planner: Residency = self._residency()
         self._passes = Passes(self.reducer, launch_order)
@@ -120,19 +126,29 @@ class ZeroDataParallel(nn.Module):
         self._hooks.handles += self._passes.watch_gradients()
 
     @property
-    def levels(self) -> Levels:
-        """The axes along which states are divided, and gradients reduced."""
-        return self.reducer.reductions.levels
+    def transports(self) -> Sequence[Transport]:
+        """The transports of this engine; each bucket has a copy of one of them."""
+        return self._transports.opened
 
     @property
     def shard_axis(self) -> Axis:
-        """The axis of the ranks that divide the optimizer's states."""
-        return self.levels.owners
+        """The axis of the ranks that divide the optimizer's states. Raises ConfigError if parameters have several."""
+        return self._transports.only().owners
 
     @property
     def replica_axis(self) -> Axis:
-        """The axis of the ranks that own the same states."""
-        return self.levels.replicas
+        """The axis of the ranks that own the same states. Raises ConfigError if parameters have several."""
+        return self._transports.only().replicas
+
+    @property
+    def group_size(self) -> int:
+        """The number of ranks that keep all elements together. Raises ConfigError if parameters have several."""
+        return self._transports.only().num_shards
+
+    @property
+    def is_exact(self) -> bool:
+        """True if the sums of gradients have the same bits on any number of ranks."""
+        return all(transport.is_exact for transport in self.transports)
 
     @property
     def units(self) -> Mapping[str, Unit]:
@@ -173,14 +189,14 @@ class ZeroDataParallel(nn.Module):
 
         They are those of the master weights: copies to or from parameters may still run.
         """
-        owned = (
-            (stretch, bucket.owned_part(bucket.master, stretch.elements).to(bucket.params.owned.dtype))
-            for flat in self.flats
-            if flat.is_coded
-            for bucket in flat.buckets
-            for stretch in flat.stretches(bucket.shard)
-        )
-        self._scales.measure(owned, self.shard_axis)
+        coded = [bucket for flat in self.flats if flat.is_coded for bucket in flat.buckets]
+        if coded:
+            owned = ((own, values.to(bucket.params.own.dtype)) for bucket, own, values in slices_of(coded))
+            self._scales.measure(owned, self.shard_axis)
+
+    def slices(self) -> Iterator[tuple[Bucket, Slice, Tensor]]:
+        """Iterate over what this rank owns: (bucket, part of a parameter, its master weights)."""
+        return slices_of(self.buckets)
 
     def register_forward_method(self, name: str, module: nn.Module | None = None) -> None:
         """Let a method of the module, or of `module` inside it, run by itself, as `forward` does.
@@ -236,7 +252,7 @@ class ZeroDataParallel(nn.Module):
             with torch.set_grad_enabled(torch.is_grad_enabled() and not modify):
                 yield self.module
                 for param in chosen if modify else ():
-                    unit_of[param].flat_of[param].assign(param, self.data)
+                    unit_of[param].flat_of[param].assign(param)
                 if modify and params is None:
                     _move_buffers(self.module, self.data, None)
         finally:
@@ -255,7 +271,7 @@ class ZeroDataParallel(nn.Module):
         yield
         for flat in self.flats:
             for bucket in flat.buckets:
-                bucket.params.owned.copy_(bucket.master)  # returns early if both are the same memory
+                bucket.params.own.copy_(bucket.master)  # returns early if both are the same memory
             flat.publish_loaded()
             # A backward whose forward has run before must raise, as in torch.
             torch.autograd.graph.increment_version(flat.params)
@@ -323,7 +339,7 @@ class ZeroDataParallel(nn.Module):
     def _shards(self, state: Mapping[str, Any]) -> "dict[str, ChunkedTensor]":
         """Return the shards of the parameters in a state of the module, by their keys."""
         chunks = self.parameter_chunks()
-        weights = chunks.weights(self.flats)
+        weights = chunks.weights(self.flats, self.slices())
         params = {name: value for name, value in state.items() if isinstance(value, nn.Parameter)}
         return {name: weights[chunks.names[param]] for name, param in params.items() if param in chunks.names}
 
@@ -388,13 +404,13 @@ class ZeroDataParallel(nn.Module):
         units = self.config.units
         return find_units(self.module) if units is None else named_units(self.module, units)
 
-    def _bucket_numel(self, own: dict[str, dict[str, nn.Parameter]], levels: Levels, dtype: torch.dtype) -> int:
+    def _bucket_numel(self, own: dict[str, dict[str, nn.Parameter]], dtype: torch.dtype) -> int:
         """Return the number of elements of a bucket, for units with these parameters."""
         unit_numels = [sum(param.numel() for param in params.values()) for params in own.values()]
         if self.offload.config.mode == "auto":
             from zero.gemini.chunks import search_chunk_size
 
-            numel, unfilled_numel = search_chunk_size(unit_numels, self.offload.config, self.config.grain(levels))
+            numel, unfilled_numel = search_chunk_size(unit_numels, self.offload.config, self._transports.grain)
             logger.info("offload: chunks of %d elements, %d unfilled", numel, unfilled_numel)
             return numel
         return self.config.chosen_bucket_numel(sum(unit_numels), self.data.size, dtype)
@@ -403,7 +419,7 @@ class ZeroDataParallel(nn.Module):
         self,
         own: dict[str, dict[str, nn.Parameter]],
         context: FlatContext,
-        values_of: Callable[[nn.Parameter], Tensor],
+        init: InitialValues | None,
         launch_order: LaunchOrder,
     ) -> None:
         """Create a unit for each module whose parameters are unsharded together; those that persist are the root's."""
@@ -415,9 +431,10 @@ class ZeroDataParallel(nn.Module):
             transient = {n: p for n, p in params.items() if n not in resident}
             owned = {Lifetime.PERSISTENT: {} if name else resident, Lifetime.TRANSIENT: transient}
             flats = [
-                FlatParameters(group, lifetime, values_of, context)
+                FlatParameters(group, lifetime, partial(_initial_values, one.axis, init), one, context)
                 for lifetime, params_of_lifetime in owned.items()
-                for group in group_alike(params_of_lifetime, context.scales)
+                for one, params_alike in self._transports.divide(params_of_lifetime)
+                for group in group_alike(params_alike, context.scales)
             ]
             before_gather = partial(launch_order.before_gather, number)
             self._access.add(name, Unit(modules[name], flats, before_gather))
@@ -434,7 +451,7 @@ class ZeroDataParallel(nn.Module):
 
         planner = PlacementPlanner(self.offload, prefetch_numel)
         reductions = self.reducer.reductions
-        planner.check_units(units.values(), reductions.staging.num_bytes + reductions.host_staging.num_bytes)
+        planner.check_units(units.values(), reductions.staging.num_bytes + self.offload.gradients.num_bytes)
         return planner
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ZeroDataParallel":
@@ -448,14 +465,14 @@ class ZeroDataParallel(nn.Module):
         return self
 
 
-def _initial_values(data: Axis, init: InitialValues | None, param: nn.Parameter) -> Tensor:
-    """Return the first rank's values of a parameter that is wrapped."""
+def _initial_values(axis: Axis, init: InitialValues | None, param: nn.Parameter) -> Tensor:
+    """Return the values that a parameter which is wrapped has on the first rank of an axis."""
     values = init.pop_full(param) if init else param.data
     if is_absent(values):
         raise ValueError(
             f"a parameter of shape {tuple(param.shape)} is still sharded; pass `init=` to ZeroDataParallel"
         )
-    return data.broadcast_copy(values)
+    return axis.broadcast_copy(values)
 
 
 def _move_buffers(module: nn.Module, data: Axis, device: torch.device | None) -> None:

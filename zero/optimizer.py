@@ -108,13 +108,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         # Never empty: torch's code for checkpoints steps an optimizer that has no state.
         self.state.update({param: OwnedState(of_param, self.inner) for param, of_param in pieces.by_param.items()})
         pieces.locate(self.inner, split_dims(model.module), self.tensor)
-        axes = model.shard_axis, model.replica_axis, self.tensor
         split = {model.module.get_parameter(name) for name in split_dims(model.module)}
-        scale, in_blocks = self.loss_scale.scale, model.config.policy.adds_leaves
-        self.matrices = assembled_updates(self.inner, model.module, pieces, axes, model.offload, one_by_one=in_blocks)
+        self.matrices = assembled_updates(self.inner, model, pieces, self.tensor)
         assembles = bool(self.matrices.buckets)
         self._unused = UnusedParameters(pieces, model.module, skips=skip_unused, assembles=assembles)
-        self.grad_norm = GradNorm(pieces.owned, pieces.params, axes, split, scale, in_blocks=in_blocks)
+        self.grad_norm = GradNorm(pieces.owned, pieces.params, self.tensor, split, self.loss_scale.scale)
         self._check_others()
         self._sums = self._deferred_sums()
         self._bucket_groups = BucketGroups(flats, self.buckets, self.matrices.buckets, model.offload)
@@ -182,14 +180,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         model = self._model
-        axes = model.shard_axis, model.replica_axis, self.tensor
+        axes = model.data, self.tensor
         model.before_step(self._pieces.params)
         model.reducer.complete()
-        self._unused.find(model.reducer.used, (model.data, self.tensor), model.offload.device)
+        self._unused.find(model.reducer.used, axes, model.offload.device)
         model.planner.before_update(axes)
         self._bucket_groups.let_host_use()  # gradients that were copied to it
         for sums, parts in self._sums:
-            sums.sum_at_once([bucket.owned_part(bucket.grads.owned, part) for bucket, part in parts])
+            sums.sum_at_once([bucket.owned_part(bucket.grads.own, part) for bucket, part in parts])
         with self._bucketed.stepping():
             gradient_hook()
             norm = self.grad_norm.total()
@@ -219,7 +217,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             )
         for bucket, pieces in self._pieces.by_bucket.items():
             for piece in pieces:
-                yield piece.name, bucket.grads.owned[piece.elements.start : piece.elements.stop]
+                yield piece.name, bucket.grads.own[piece.elements.start : piece.elements.stop]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse another group: the pieces are made once, in the constructor, of all groups."""
@@ -280,9 +278,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def bytes_to_place(self, bucket: Bucket) -> int:
         """Return the memory that `place` would allocate on the accelerator, without the cast buffer."""
-        needs_own_master = bucket.master.dtype != bucket.params.owned.dtype or bucket.params.placement is Placement.HOST
+        needs_own_master = bucket.master.dtype != bucket.params.own.dtype or bucket.params.placement is Placement.HOST
         # Full gradients that persist have it already.
-        gradient = 0 if bucket.grads.path.persists else bucket.grads.group_shard.nbytes
+        gradient = 0 if bucket.grads.path.persists else bucket.grads.total.rest.nbytes
         moments = self._bucketed.state_bytes(self.pieces_of(bucket))
         return moments + bucket.master.nbytes * needs_own_master + gradient
 
@@ -308,7 +306,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Switch off the hooks of gradient sums; return each of these with this rank's parts of its parameters."""
         found: list[tuple[GradientSums, list[tuple[Bucket, range]]]] = []
         # The number of ranks would cut a message of owned shards, and change the order in which its elements are added.
-        if self.tensor.size == 1 or self._model.config.policy.adds_leaves:
+        if self.tensor.size == 1 or self._model.is_exact:
             return found
         for sums in set_deferred(self._model.module, True):
             summed = self._pieces.params.intersection(sums.params)
@@ -412,7 +410,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Their gradients are cast to the master weights' dtype first, into one buffer, or are all used as they are.
         """
         placement = buckets[0].optimizer_placement
-        grads = [bucket.grads.owned for bucket in buckets]
+        grads = [bucket.grads.own for bucket in buckets]
         if buckets[0].casts_gradient:
             scaled = grads = self._bucket_groups.cast(grads, placement)
         else:

@@ -28,6 +28,7 @@ from zero.memory.placement import NO_OFFLOAD, OffloadConfig, Placement
 from zero.partition.layout import overlap
 from zero.partition.stage import Lifetime, ShardingPolicy
 from zero.torch_ranks import AxisLike, as_axis
+from zero.transports.of_settings import levels_of
 
 UNSHARDED_NUMEL = 2**26
 NUM_RECENT_MODULES = 4  # the last modules used, whose parameters stay unsharded: an expression may read several modules
@@ -55,7 +56,7 @@ class ShardedInit:
     ):
         self._data = as_axis(data)
         self._is_on_host = offload.initial_placement("parameters") is Placement.HOST
-        self._axis = policy.levels(self._data).inner
+        self._axis = levels_of(policy, self._data)[0]
         limit = UNSHARDED_NUMEL if unsharded_numel is None else unsharded_numel
         self._unsharded_numel = limit if policy.full_params is Lifetime.TRANSIENT else math.inf
         self._unsharded: dict[nn.Parameter, int] = {}  # the numel of each, ordered from the least recently used

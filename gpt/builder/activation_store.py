@@ -14,6 +14,7 @@ from zero.activations.checkpointed_blocks import ActivationsConfig
 from zero.activations.choice import Workload, choose_store
 from zero.formulas import memory, traffic
 from zero.partition.config import ZeroConfig
+from zero.transports.of_settings import blocks_of
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +54,9 @@ def sent_bytes_of(
     `sizes`: ranks of a group, and groups.
     """
     types, (numel, in_fp8) = zero.gradient_types(dtype), numels
-    gradient_bytes = numel * types.reduce.itemsize, numel * types.accumulate.itemsize
+    # Between groups go sums of micro-batches, which a fixed order keeps in the type in which they were added.
+    between = types.accumulate if zero.fixes_order else types.reduce
+    gradient_bytes = numel * types.reduce.itemsize, numel * between.itemsize
     of_all = numel * dtype.itemsize
     parameter_bytes = of_all - in_fp8 * (dtype.itemsize - 1), of_all
     return traffic.axis_bytes(zero.policy, parameter_bytes, sizes, num_micro_batches, gradient_bytes=gradient_bytes)
@@ -62,13 +65,9 @@ def sent_bytes_of(
 def block_sum_bytes(settings: Settings, data_size: int) -> float:
     """Return the bytes of a rank's sums of blocks of micro-batches with train.reproducible=layout, else 0."""
     zero, parallel = settings.zero, settings.parallel
-    return memory.block_sum_bytes(
-        zero.policy,
-        parameters_of_rank(settings.model, parallel.tensor_size),
-        traffic.axis_sizes(zero.policy, data_size, parallel.shard_size),
-        zero.leaf_blocks,
-        zero.gradient_types(settings.train.dtype).accumulate.itemsize,
-    )
+    blocks = blocks_of(zero, *traffic.axis_sizes(zero.policy, data_size, parallel.shard_size))
+    gradient_bytes = zero.gradient_types(settings.train.dtype).accumulate.itemsize
+    return blocks.kept_bytes(gradient_bytes * parameters_of_rank(settings.model, parallel.tensor_size))
 
 
 def model_states(settings: Settings, data_size: int) -> memory.PlacedStates:

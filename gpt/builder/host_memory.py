@@ -22,6 +22,7 @@ from parallel.validation.errors import ConfigError, NodeError
 from parallel.world import World
 from zero.activations.stores import stored_bytes
 from zero.partition.stage import Lifetime
+from zero.transports.of_settings import transport_of
 
 MASTER_BYTES = 4  # of an element
 GENERATIONS = 2  # of snapshots that exist at the same time
@@ -89,7 +90,7 @@ def bytes_on_host(settings: Settings, mesh: Mesh, allocated: Callable[[float], f
     settings = settings.with_gradient_types(mesh.data.size)
     zero, itemsize, states = settings.zero, settings.train.dtype.itemsize, settings.offload.offloaded_states
     policy = zero.policy
-    levels = policy.levels(mesh.data)
+    transport = transport_of(zero, mesh.data)
     moments = moment_bytes(settings.optimizer, settings.model, mesh.tensor.size)
     # Bytes of an element: of each state that has an allocation of its own, and of the others
     in_group: list[float] = []
@@ -105,8 +106,8 @@ def bytes_on_host(settings: Settings, mesh: Mesh, allocated: Callable[[float], f
         pageable = moments
     save = settings.checkpoint
     num_copies = bool(save.asynchronous and save.every) + bool(save.snapshot_every)
-    saved = [MASTER_BYTES, moments / 2, moments / 2] if levels.replicas.rank == 0 else []
-    group_shards, shards = (_shards(settings, mesh, axis.size) for axis in (levels.inner, levels.owners))
+    saved = [MASTER_BYTES, moments / 2, moments / 2] if transport.replicas.rank == 0 else []
+    group_shards, shards = (_shards(settings, mesh, axis.size) for axis in (transport.gathered_along, transport.owners))
     of_group = sum(n * sum(allocated(numel * each) for each in in_group) for numel, n in group_shards)
     own = sum(n * (numel * pageable + sum(allocated(numel * each) for each in pinned)) for numel, n in shards)
     num_generations = GENERATIONS * min(num_nodes, 2) if save.snapshot_every else 0

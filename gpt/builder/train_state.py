@@ -35,13 +35,14 @@ from parallel.torch_internals import options_of_exact_division
 from parallel.validation.errors import ConfigError
 from parallel.world import StartOptions, World
 from zero.activations.checkpointed_blocks import ActivationsConfig, check_replicas, checkpointed_blocks, recomputed
-from zero.buckets.leaf_blocks import check_blocks
 from zero.engine import ZeroDataParallel
 from zero.memory.placement import Offload, Placement
 from zero.optimizer import ZeroOptimizer
 from zero.partition.stage import Lifetime
 from zero.sharded_init import ShardedInit
 from zero.step.loss_scale import LossScale
+from zero.transports.block_sums import Blocks
+from zero.transports.of_settings import blocks_of, levels_of
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +131,7 @@ def check_mesh(settings: Settings, mesh: Mesh) -> None:
     check_replicas(settings.activations, token_layout(settings.parallel, mesh).replicas)
     check_batch_sizes(settings.train, mesh.num_batch_ranks)
     check_evaluated(settings.train, mesh.num_batch_ranks)
-    check_blocks(settings.zero, settings.zero.policy.levels(mesh.data))
+    blocks_on(settings, mesh.data).check()
     num_kv_heads, seq_length = max(1, settings.model.kv_heads // mesh.tensor.size), settings.model.seq_length
     sizes = {"heads of keys and values of a tensor rank": num_kv_heads, "tokens of a sequence": seq_length}
     check_context(mesh.context, sizes)
@@ -141,7 +142,13 @@ def check_mesh(settings: Settings, mesh: Mesh) -> None:
 
 def num_adding_units(settings: Settings, mesh: Mesh) -> int:
     """Return the number of units, ranks or groups of them, that each have consecutive micro-batches of a step."""
-    return settings.zero.policy.num_adding_units(*settings.zero.policy.levels(mesh.data).sizes)
+    return blocks_on(settings, mesh.data).num_units
+
+
+def blocks_on(settings: Settings, data: Axis) -> Blocks:
+    """Return the blocks of micro-batches whose sums are added in a fixed order, if it is fixed."""
+    inner, outer = levels_of(settings.zero.policy, data)
+    return blocks_of(settings.zero, inner.size, outer.size)
 
 
 def check_tensor_groups(settings: ParallelSettings, world: World) -> None:
@@ -183,7 +190,7 @@ def build(settings: Settings, mesh: Mesh, device: torch.device) -> TrainState:
         logger.info("documents: kept apart by %s; FLOPs and MFU count one a sequence", how)
     with ShardedInit(mesh.data, settings.zero.policy, settings.zero.prefetch_numel, settings.offload) as init:
         sum_dtype = settings.zero.gradient_types(train.dtype).reduce
-        if settings.zero.policy.adds_leaves:  # each gradient is summed by itself: of the same type in each stage
+        if settings.zero.fixes_order:  # each gradient is summed by itself: of the same type in each stage
             sum_dtype = torch.promote_types(train.dtype, torch.float32)
         gpt = build_model(
             settings.model, activations, tokens, device, train.dtype, sum_dtype, is_compiled=train.compiles_blocks
@@ -204,8 +211,7 @@ def build(settings: Settings, mesh: Mesh, device: torch.device) -> TrainState:
     # After everything is built, because that draws random numbers too. Each data-parallel rank has its own stream of
     # random numbers for dropout.
     torch.manual_seed(train.seed + 1 + mesh.data.rank)
-    num_units = settings.zero.policy.num_adding_units(*model.levels.sizes)
-    leaves = Leaves(mesh.data, train.seed, num_units) if train.is_same_on_any_layout else None
+    leaves = Leaves(mesh.data, train.seed, num_adding_units(settings, mesh)) if train.is_same_on_any_layout else None
     # Their mean is the same on all ranks already.
     judging = mesh.data if leaves is None else mesh.data.without_peers()
     guard = LossGuard(judging, settings.guard.spike_factor, device) if settings.guard.checks_losses else None

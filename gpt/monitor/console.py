@@ -167,7 +167,7 @@ def memory_table(state: TrainState, train: TrainSettings) -> Table:
     Moments before the first step, and gradients that are freed between steps, are counted with the size that they will
     have.
     """
-    num_parameters, group_size, zero = state.num_parameters, state.model.levels.inner.size, state.model.config
+    num_parameters, group_size, zero = state.num_parameters, state.model.group_size, state.model.config
     state_bytes = state.optimizer.state_bytes_per_element
     gradient_bytes = zero.gradient_types(train.dtype).accumulate.itemsize
     data_size, itemsize = state.mesh.data.size, train.dtype.itemsize
@@ -183,7 +183,7 @@ def memory_table(state: TrainState, train: TrainSettings) -> Table:
         found = resident.resident_states(state.model, state.optimizer, placement)
         buckets = [bucket for bucket in state.optimizer.buckets if bucket.optimizer_placement is placement]
         moments = found.moments or sum(bucket.master.numel() for bucket in buckets) * state_bytes
-        gradients = found.gradients or sum(bucket.grads.group_shard.nbytes for bucket in buckets)
+        gradients = found.gradients or sum(bucket.grads.total.rest.nbytes for bucket in buckets)
         rows = {field.name: getattr(found, field.name) for field in fields(found)}
         rows |= {"gradients": gradients, "moments": moments}
         where = f", {placement.name.lower()}" if offloaded else ""
@@ -256,7 +256,7 @@ def summary_table(state: TrainState, train: TrainSettings, records: list[dict[st
     """Return a table of the last logged step, with the first loss and the traffic that the paper predicts."""
     first, last = records[0], records[-1]
     num_micro_batches = train.num_micro_batches(state.mesh.num_batch_ranks)
-    sizes = state.model.levels.sizes
+    sizes = state.model.group_size, state.mesh.data.size // state.model.group_size
     numels = state.num_parameters, state.num_coded_parameters
     expected = sum(sent_bytes_of(state.model.config, train.dtype, numels, sizes, num_micro_batches))
     table = Table(title="Summary", show_header=False, title_justify="left")

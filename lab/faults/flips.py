@@ -27,7 +27,7 @@ Named = Iterator[tuple[str, Tensor]]
 def owned(model: ZeroDataParallel, buffer_of: Callable[[Bucket], Tensor]) -> Named:
     for flat in model.flats:
         for bucket in flat.buckets:
-            for span, part in flat.layout.spans_in(bucket.shard):
+            for span, part in flat.layout.spans_in(bucket.ranges.own):
                 yield span.name, bucket.owned_part(buffer_of(bucket), part)
 
 
@@ -41,13 +41,16 @@ def weights(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> Named:
 def moments(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> Named:
     for flat in model.flats:
         for bucket in flat.buckets:
-            names = {part.start - bucket.shard.start: span.name for span, part in flat.layout.spans_in(bucket.shard)}
+            names = {
+                part.start - bucket.ranges.own.start: span.name
+                for span, part in flat.layout.spans_in(bucket.ranges.own)
+            }
             for piece in optimizer.pieces_of(bucket):
                 yield names[piece.elements.start], optimizer.inner.state[piece.param]["exp_avg_sq"].view(-1)
 
 
 TARGETS: dict[str, Callable[[ZeroDataParallel, ZeroOptimizer], Named]] = {
-    "gradient": lambda model, _: owned(model, lambda bucket: bucket.grads.owned),
+    "gradient": lambda model, _: owned(model, lambda bucket: bucket.grads.own),
     "weight": weights,
     "master": lambda model, _: owned(model, lambda bucket: bucket.master),
     "moment": moments,

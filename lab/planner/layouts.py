@@ -195,7 +195,7 @@ def planned_workload(settings: Settings, data_size: int) -> Workload:
     received = 0.0
     inner, outer = axis_sizes(zero.policy, data_size, settings.parallel.shard_size)
     num_received = NUM_STAGED if zero.overlap else 1
-    if zero.policy.adds_leaves:
+    if zero.fixes_order:
         of_sums = bucket / reduce_dtype.itemsize * accumulate.itemsize / inner
         received = num_received * bucket * (inner > 1) + of_sums * (outer > 1)
     elif zero.sum_over_ranks == "fp32" and reduce_dtype in HALF_TYPES:
@@ -282,7 +282,7 @@ def data_seconds(settings: Settings, cluster: ClusterSpec, data_size: int, num_m
     )
     inside, between = sent_bytes(settings, data_size, num_micro_batches)
     seconds = inside / inner.bytes_per_second + between / outer.bytes_per_second
-    if policy.adds_leaves:  # by an all-to-all inside a group
+    if settings.zero.fixes_order:  # by an all-to-all inside a group
         exchange = group_along("shard", sizes[0], cluster, shape, is_exchange=True)
         num_bytes = parameters_of_rank(settings.model, tensor_size) * settings.train.dtype.itemsize
         gathered, _ = axis_bytes(policy, num_bytes, sizes, num_micro_batches, gradient_bytes=(0.0, 0.0))

@@ -57,7 +57,7 @@ def test_offloaded_states_are_in_pinned_memory(gpu, stage, bytes_left):
     numel = sum(flat.layout.numel for flat in model.flats)
     assert resident.resident_states(model, optimizer).total == bytes_left * numel
     assert resident.resident_states(model, optimizer, Placement.HOST).total == (16 - bytes_left) * numel
-    assert all(bucket.master.is_pinned() and bucket.grads.owned.is_pinned() for bucket in optimizer.buckets)
+    assert all(bucket.master.is_pinned() and bucket.grads.own.is_pinned() for bucket in optimizer.buckets)
     assert all(
         piece.param.device.type == "cpu" for bucket in optimizer.buckets for piece in optimizer.pieces_of(bucket)
     )

@@ -18,8 +18,9 @@ from torch.distributed.tensor import DTensor
 
 from parallel.mesh import Axis
 from parallel.validation.errors import ConfigError
+from zero.buckets.bucket import Bucket
 from zero.buckets.flat import FlatParameters
-from zero.partition.layout import rectangles, shifted
+from zero.partition.layout import Slice, rectangles
 
 
 class Chunk(NamedTuple):
@@ -186,15 +187,14 @@ class ParameterChunks:
         self._shapes = {name: param.shape for param, name in self.names.items()}
         self._split, self._owners, self._tensor, self._device = split, owners, tensor, device
 
-    def weights(self, flats: Sequence[FlatParameters]) -> dict[str, ChunkedTensor]:
-        """Return this rank's shards of the master weights, by the name of the parameter."""
+    def weights(
+        self, flats: Sequence[FlatParameters], owned: Iterable[tuple[Bucket, Slice, Tensor]]
+    ) -> dict[str, ChunkedTensor]:
+        """Return this rank's shards of the master weights, by the name of the parameter; `owned`: all slices."""
         parts: dict[str, list[tuple[range, Tensor]]] = {name: [] for name in self._shapes}
         dtypes = {span.name: flat.buckets[0].master.dtype for flat in flats for span in flat.layout.spans}
-        for flat in flats:
-            for bucket in flat.buckets:
-                for span, own in flat.layout.spans_in(bucket.shard):
-                    elements = shifted(own, span.elements.start)
-                    parts[span.name].append((elements, bucket.owned_part(bucket.master, own)))
+        for _, own, values in owned:
+            parts[own.span.name].append((own.in_param, values))
         return {name: self.cut(name, parts[name], dtypes[name]) for name in parts}
 
     def cut(self, name: str, parts: Iterable[tuple[range, Tensor]], dtype: torch.dtype) -> ChunkedTensor:

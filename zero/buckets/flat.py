@@ -3,6 +3,7 @@
 If the buffer is transient, only its owned shards stay allocated, and the full buffer is filled and freed.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,18 +13,19 @@ from torch import Tensor, nn
 
 from parallel.autograd_internals import DisableTorchFunction, forbid_writes
 from parallel.memory_kinds import TensorKind, tagged
-from parallel.mesh import Axis, Work
+from parallel.mesh import Work
 from parallel.torch_internals import are_the_same_elements
 from zero.buckets.bucket import Bucket, ParamShard, take_changed
-from zero.buckets.grad_shard import BucketRanges, GradShard
+from zero.buckets.bucket_gradient import BucketGradient
 from zero.buckets.guarded_parameter import ParameterGuard, set_raw_data
-from zero.buckets.weight_codes import BucketCodes, Stretch, WeightScales
+from zero.buckets.transport import Transport
+from zero.buckets.weight_codes import BucketCodes, WeightScales
 from zero.memory.placement import Offload
 from zero.memory.staging import free_storage, restore_storage
 from zero.memory.streams import SideStream
 from zero.partition.config import ZeroConfig
-from zero.partition.layout import BucketRange, Layout, cut, overlap
-from zero.partition.stage import Levels, Lifetime
+from zero.partition.layout import BucketRange, Layout, Slice, cut, overlap
+from zero.partition.stage import Lifetime
 
 
 @dataclass(frozen=True)
@@ -31,16 +33,19 @@ class FlatContext:
     """The settings and objects that all flat buffers of an engine share."""
 
     config: ZeroConfig
-    levels: Levels
     bucket_numel: int
     offload: Offload
     guard: ParameterGuard
     gather_stream: SideStream
-    """The stream of gathers that wait for those between groups."""
+    """The stream of gathers that wait for publications."""
     scales: WeightScales
     """Of the weights that are sent as codes; no other parameter shares a buffer with them."""
     param_dtype: torch.dtype | None = None
     """The type of floating-point parameters, of which the master weights keep the initial digits; None: their own."""
+
+    def alignment_of(self, transport: Transport) -> int:
+        """Return the number of elements of which parameters and own ranges begin at multiples."""
+        return math.lcm(self.config.alignment, transport.alignment)
 
     def dtype_of(self, param: Tensor) -> torch.dtype:
         """Return the type of a parameter's buffer."""
@@ -67,21 +72,21 @@ class FlatParameters:
         params: dict[str, nn.Parameter],
         lifetime: Lifetime,
         values_of: Callable[[nn.Parameter], Tensor],
+        transport: Transport,
         context: FlatContext,
     ):
-        self.lifetime, self._guard = lifetime, context.guard
+        self.lifetime, self.transport, self._guard = lifetime, transport, context.guard
         shapes = {name: param.shape for name, param in params.items()}
-        levels = context.levels
-        alignment, grain = context.config.alignment, context.config.grain(levels)
-        numel = context.bucket_numel
-        self.layout = Layout.of(shapes, levels.inner.size, numel, alignment, levels.num_parts, grain)
+        alignment, numel = context.alignment_of(transport), context.bucket_numel
+        num_shards, num_parts, grain = transport.num_shards, transport.num_parts, transport.grain(alignment)
+        self.layout = Layout.of(shapes, num_shards, numel, alignment, num_parts, grain)
         first = next(iter(params.values())).data
         full = first.new_zeros(self.layout.numel, dtype=context.dtype_of(first), device=context.offload.device)
         self.full = tagged(TensorKind.PARAMETERS, full)
         self._param_of = dict(zip(self.layout.spans, params.values(), strict=True))
         placeholder = absent(full)
         self._views = {p: Views(span.view(full), placeholder.expand(p.shape)) for span, p in self._param_of.items()}
-        shards = [bucket.shard(levels.owners.rank) for bucket in self.layout.buckets]
+        shards = [bucket.ranges(transport.owners.rank).own for bucket in self.layout.buckets]
         is_cast = first.dtype is not full.dtype and params[next(iter(params))].requires_grad
         masters = [full.new_zeros(len(shard), dtype=first.dtype) for shard in shards if is_cast]
         for span, param in self._param_of.items():
@@ -97,10 +102,10 @@ class FlatParameters:
         self.buckets = [self._bucket(elements, context) for elements in self.layout.buckets]
         for bucket, master in zip(self.buckets, masters, strict=False):
             bucket.master = master
-        is_coded = levels.inner.size > 1 and self.params[0] in context.scales
+        is_coded = transport.gathered_along.size > 1 and self.params[0] in context.scales
         for bucket in self.buckets if is_coded else ():
-            stretches = list(self.stretches(bucket.elements))
-            bucket.params.codes = BucketCodes(context.scales, stretches, bucket.elements, bucket.group_shard)
+            slices = list(self.slices(bucket.ranges.elements))
+            bucket.params.codes = BucketCodes(context.scales, slices, bucket.ranges)
         self._is_exact = True  # the full buffer has no values that codes stand for
         self._gathers: list[Work] = []  # that are filling the full buffer
         self._updates: dict[nn.Parameter, list[Work]] = {}  # gathers of updated values that nobody has waited for
@@ -160,7 +165,7 @@ class FlatParameters:
             return values
         values = values.clone()
         for bucket in self.buckets:
-            if bucket.params.codes and (part := overlap(bucket.elements, elements)):
+            if bucket.params.codes and (part := overlap(bucket.ranges.elements, elements)):
                 bucket.params.codes.round_trip(cut(values, part, elements.start), part)
         return values
 
@@ -175,9 +180,9 @@ class FlatParameters:
             bucket.params.all_gather_updated().wait()
         self._is_exact = True
 
-    def stretches(self, elements: range) -> Iterator[Stretch]:
+    def slices(self, elements: range) -> Iterator[Slice]:
         """Iterate over the parts of parameters in a range of the buffer."""
-        return (Stretch(self._param_of[span], span, own) for span, own in self.layout.spans_in(elements))
+        return (Slice(self._param_of[span], span, own) for span, own in self.layout.spans_in(elements))
 
     def let_updates_run(self, gathers: Mapping[Bucket, Work]) -> None:
         """Take the gathers of updated parameters, which must persist; each parameter waits for its own when it is read.
@@ -265,24 +270,24 @@ class FlatParameters:
         that it owns is seen by its group until the next update, which publishes the owners' values.
         """
         for bucket in self.buckets:
-            self._take_over(bucket, bucket.group_shard)
+            self._take_over(bucket, bucket.ranges.rest)
 
-    def assign(self, param: nn.Parameter, data: Axis) -> None:
-        """Broadcast the values of `param` on the first rank of `data`, and update the shards; it must be unsharded."""
+    def assign(self, param: nn.Parameter) -> None:
+        """Broadcast the values of `param` on the first rank, and update what ranks keep; it must be unsharded."""
         self.take_replaced()
-        data.broadcast(self._views[param].full).wait()
+        self.transport.axis.broadcast(self._views[param].full).wait()
         of_param = next(span.elements for span, owner in self._param_of.items() if owner is param)
         for bucket in self.buckets:
-            if elements := overlap(of_param, bucket.group_shard):
+            if elements := overlap(of_param, bucket.ranges.rest):
                 self._take_over(bucket, elements)
 
     def _take_over(self, bucket: Bucket, elements: range) -> None:
         """Copy `elements` of the full buffer to the shard; a master weight that rounds to its value stays."""
-        if owned := overlap(elements, bucket.shard):
+        if owned := overlap(elements, bucket.ranges.own):
             master = bucket.owned_part(bucket.master, owned)
             take_changed(master, cut(self.full, owned).to(master.device))
-        for shard in filter(torch.is_tensor, (bucket.params.group_shard, bucket.params.cached)):
-            cut(shard, elements, bucket.group_shard.start).copy_(cut(self.full, elements))
+        for shard in filter(torch.is_tensor, (bucket.params.rest, bucket.params.cached)):
+            cut(shard, elements, bucket.ranges.rest.start).copy_(cut(self.full, elements))
 
     def versions(self) -> list[object]:
         """Return a list that differs from one of before if parameters may have been written since then.
@@ -292,19 +297,17 @@ class FlatParameters:
         exposed = self._guard.exposed
         return [object() if exposed and param in exposed else param._version for param in self._views]
 
-    def _bucket(self, bucket: BucketRange, context: FlatContext) -> Bucket:
-        elements, levels = bucket.elements, context.levels
-        group_shard, shard = bucket.group_shard(levels.inner.rank), bucket.shard(levels.owners.rank)
-        parts = {stretch.param: stretch.elements for stretch in self.stretches(elements)}
-        ranges = BucketRanges(elements, group_shard, shard, parts, list(self.layout.gaps(elements)))
-        full = cut(self.full, elements)
-        params = ParamShard(full, ranges, levels, context.offload, self.lifetime, context.gather_stream)
+    def _bucket(self, of_bucket: BucketRange, context: FlatContext) -> Bucket:
+        transport = self.transport.bind(of_bucket.ranges(self.transport.owners.rank))
+        elements = of_bucket.elements
+        params = ParamShard(cut(self.full, elements), transport, context.offload, self.lifetime, context.gather_stream)
         grads = None
         if self.is_trainable:
-            types = context.config.gradient_types(self.full.dtype)
-            grads = GradShard(ranges, types, context.config.policy, levels, context.offload)
+            parts = {each.param: each.elements for each in self.slices(elements)}
+            types, gaps = context.config.gradient_types(self.full.dtype), list(self.layout.gaps(elements))
+            grads = BucketGradient(transport, parts, gaps, types, context.config.policy, context.offload)
             self._guard.gradients.append(grads)
-        return Bucket(ranges, params, grads, context.offload)
+        return Bucket(transport, params, grads, list(self.slices(transport.ranges.own)), context.offload)
 
     def _check_exact(self) -> None:
         """Raise RuntimeError, once, if parameters were written whose values came as codes: nobody knows new scales."""

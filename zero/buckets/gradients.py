@@ -4,27 +4,25 @@
 
     Passes             takes it from autograd as it arrives, and begins the backward         `param.grad`
     GradientReducer    finds its buckets; reduces each one when it is complete and its turn has come
-    GradShard          writes it to the full gradients of a bucket, and casts these          `staged`, message
+    BucketGradient     writes it to the full gradients of a bucket, and casts these          `staged`, message
     Reductions         launches and receives; the BufferPool has the memory that does not persist
-    Axis               reduce-scatter in the group, and, once a step, a reduction between groups: the sum replaces
-                       the shard of the message (sums in fp32 by way of receive buffers)     `message_shard`
-    GradShard          sets, or adds to, the shard, times 1/N (with groups at the end)   `group_shard`, `owned`
-    Offload            copies the shard to host memory, if it is placed there
+    Transport          sends the message; its wait gives the result, times 1/N, to the sum
+    GradientSum        sets, or adds to, what the rank keeps, on the device or the host      `rest`, `own`
 
-If messages are in fp16, 1/sqrt(N) is applied before the reduction, and the rest after it. What is `owned` then is the
-mean over the data ranks. `ZeroOptimizer.step` adds the tensor ranks' parts to it, of those parameters whose gradients
-are partial along the tensor axis (parallel/tensor/gradient_sums.py), before the norm; this sum is not divided by the
-number of tensor ranks. In two cases a hook adds them before `Passes` takes the gradient: if `ZeroOptimizer` has no
-`tensor` axis, or if `sum_over_ranks` is "leaves". The message is what ranks send: the full gradients
-of a bucket, or their cast to `reduce_dtype`.
+If messages are in fp16, 1/sqrt(N) is applied before the reduction, and the rest after it. `own` then is the mean over
+the data ranks. `ZeroOptimizer.step` adds the tensor ranks' parts to it, of those parameters whose gradients are partial
+along the tensor axis (parallel/tensor/gradient_sums.py), before the norm; this sum is not divided by the number of
+tensor ranks. In two cases a hook adds them before `Passes` takes the gradient: if `ZeroOptimizer` has no `tensor` axis,
+or if the transport is exact. The message is what ranks send: the full gradients of a bucket, or their cast to
+`reduce_dtype`.
 
-If full gradients persist, every bucket has staging memory of its own for the whole run; the owned shard is a view of it
-(stage 1: 4 + 12/N bytes a parameter), or separate memory if it is on the host. If they are transient, a bucket takes
-staging memory from a small pool when its first gradient arrives, and the owned shard always has separate memory (stage
-2: 2 + 14/N). The pool and the owned shards on the accelerator are allocated for the whole run (M_D), or only while they
-hold gradients. These figures are those of gradients in half precision. Sums of micro-batches in fp32 take 2 bytes more
-for each element that is summed: of the full gradients if they persist, else of the owned shard. Full gradients that
-persist are cast into a buffer of the pool before a message of another type. `GradientPath` decides this for a bucket.
+If full gradients persist, every bucket has staging memory of its own for the whole run; the sum is a view of it (stage
+1: 4 + 12/N bytes a parameter), or separate memory if it is on the host. If they are transient, a bucket takes staging
+memory from a small pool when its first gradient arrives, and the sum always has separate memory (stage 2: 2 + 14/N).
+The pool and the sums on the accelerator are allocated for the whole run (M_D), or only while they hold gradients. These
+figures are those of gradients in half precision. Sums of micro-batches in fp32 take 2 bytes more for each element that
+is summed: of the full gradients if they persist, else of the sum that a rank keeps. Full gradients that persist are
+cast into a buffer of the pool before a message of another type. `GradientPath` decides this for a bucket.
 
 A bucket may be reduced once all of its gradients have arrived. Buckets are reduced in one fixed order, the reverse of
 the layout, on every rank and in every backward: the order in which gradients arrive never changes a message or a sum,
@@ -38,18 +36,19 @@ from enum import Enum
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
+import torch
 from torch import Tensor, nn
 
 from parallel.memory_kinds import TensorKind, tagged
 from zero.buckets.bucket import Bucket
-from zero.buckets.grad_shard import Held
 from zero.buckets.hashes import GradientHashes
 from zero.buckets.reductions import ReductionOrder, Reductions
+from zero.buckets.transport import Transport
 from zero.memory.placement import Offload
 from zero.order.agreement import LaunchOrder
 from zero.order.orders import Round
 from zero.partition.config import ZeroConfig
-from zero.partition.stage import Levels, Lifetime
+from zero.partition.stage import Lifetime
 
 MAX_RANKS_IN_HALF = 64  # NCCL adds in the type of the message, and rounds at every rank
 
@@ -111,24 +110,26 @@ class GradientReducer:
     def __init__(
         self,
         buckets: Sequence[Bucket],
-        levels: Levels,
+        transports: Sequence[Transport],
         config: ZeroConfig,
         launch_order: LaunchOrder,
         offload: Offload,
     ):
-        """`buckets`: the trainable ones, in the order of the layout."""
-        if config.sum_over_ranks == "message":
-            _warn_of_rounding(buckets, levels)
+        """`buckets`: the trainable ones, in the order of the layout; `transports`: those of the engine."""
+        _warn_of_rounding(buckets)
         self._policy, self._launch_order = config.policy, launch_order
         self._marks_on_arrival = self._policy.full_params is Lifetime.PERSISTENT
         self._order = ReductionOrder(buckets)
-        self.reductions = Reductions(buckets, levels, config, offload)
+        self.reductions = Reductions(buckets, transports, offload, overlaps=config.overlap)
+        self._transports = transports
         self.users = GradientUsers()
         self.used: set[nn.Parameter] = set()  # those with a gradient that an optimizer awaits
         self._device = offload.device
         self._hashes: GradientHashes | None = None
         self._backward = BackwardState.NONE
         self._last_backward_has_begun = False  # of this step
+        self._num_backwards = 0  # of this step
+        self._num_micro_batches: int | None = None  # of this step, if it is known
 
     @property
     def params(self) -> list[nn.Parameter]:
@@ -150,7 +151,7 @@ class GradientReducer:
 
     def expect(self, num_micro_batches: int) -> None:
         """Announce the number of backwards of the next step."""
-        self.reductions.leaves.num_micro_batches = num_micro_batches
+        self._num_micro_batches = num_micro_batches
 
     def begin(self, is_last: bool) -> None:
         """Begin a backward, which expects a gradient of every parameter.
@@ -164,7 +165,8 @@ class GradientReducer:
                 return
         if self._backward is BackwardState.REDUCING:
             raise ValueError("the backward before this one broke off; call `optimizer.zero_grad()` before the next one")
-        reduced = [bucket for bucket in self._order.buckets if bucket.grads.held is Held.MEAN]
+        is_over = self._last_backward_has_begun  # the step, whose mean some optimizer still awaits
+        reduced = [bucket for bucket in self._order.buckets if is_over and bucket.grads.total.begins_anew]
         if any(bucket.grads.path.persists for bucket in reduced) and self.users.all_await:
             raise ValueError(
                 "a second backward after the gradients were reduced; run every backward of a step but the last "
@@ -172,17 +174,14 @@ class GradientReducer:
             )
         self.reductions.let_host_use(reduced)
         for bucket in reduced:  # gradients that an optimizer still awaits are added up
-            bucket.grads.set_aside()
+            bucket.grads.total.set_aside()
         self._order.restart()
         self.users.restart()
         # Last of all: a backward that is refused must not leave anything to end.
-        leaves = self.reductions.leaves
-        if self._last_backward_has_begun:
-            leaves.num_backwards = 0
-        leaves.num_backwards += 1
-        if self._policy.adds_leaves and self._policy.full_grads is Lifetime.PERSISTENT and leaves.begins_block():
-            for bucket in self._order.buckets:
-                bucket.grads.end_block(self.reductions.staging)
+        self._num_backwards = 1 if is_over else self._num_backwards + 1
+        keeping = [t for t in self._transports if t.begin_backward(self._num_backwards, self._num_micro_batches)]
+        for bucket in self._order.buckets if keeping else ():
+            bucket.grads.keep(self.reductions.staging)
         self._backward = BackwardState.REDUCING if self.reduces(is_last) else BackwardState.ACCUMULATING
         self._last_backward_has_begun = is_last
         self._launch_order.start(Round.BACKWARD if self.reduces(is_last) else Round.ACCUMULATION)
@@ -190,11 +189,8 @@ class GradientReducer:
     def complete(self) -> None:
         """Reduce the gradients of a step whose last backward has not run, or reached no parameter on this rank."""
         if not self._last_backward_has_begun:
-            if self._policy.adds_leaves and self.reductions.leaves.num_backwards:
-                raise ValueError(
-                    "the last micro-batch of a step must reach a parameter, outside of `model.accumulate()`, with "
-                    "ZeroConfig.sum_over_ranks=leaves; choose sum_over_ranks=message"
-                )
+            for transport in self._transports if self._num_backwards else ():
+                transport.check_missing_backward()
             self.begin(is_last=True)
             self.end()
         self._launch_order.before_step()
@@ -229,8 +225,8 @@ class GradientReducer:
 
         Raises ValueError if these would be rounded one by one in some stages, and the bits must not depend on that.
         """
-        if self._policy.adds_leaves:
-            raise ValueError("ZeroConfig.sum_over_ranks=leaves: a parameter gets one gradient; set use_reentrant=False")
+        for transport in self._transports:
+            transport.check_several_gradients()
         self._marks_on_arrival = False
 
     def mark_ready(self, params: Iterable[nn.Parameter]) -> None:
@@ -271,10 +267,10 @@ class GradientReducer:
         self.end()
         self._last_backward_has_begun = False
         self.used.clear()
-        self.reductions.leaves.restart()
+        self._num_backwards, self._num_micro_batches = 0, None
         for bucket in self._order.buckets:
             bucket.grads.unstage(self.reductions.staging)
-            bucket.grads.free_owned()
+            bucket.grads.free()
 
     def _launch_ready(self) -> None:
         if self._backward is BackwardState.REDUCING:
@@ -283,12 +279,12 @@ class GradientReducer:
                 self.reductions.launch(grads, is_last=self._last_backward_has_begun)
 
 
-def _warn_of_rounding(buckets: Sequence[Bucket], levels: Levels) -> None:
+def _warn_of_rounding(buckets: Sequence[Bucket]) -> None:
     """Warn, on the first rank of the axes, if NCCL adds the gradients of many ranks in half precision."""
-    types, axes = {bucket.grads.path.types.reduce for bucket in buckets}, (levels.inner, levels.outer)
-    rounding = [(axis.size, dtype) for axis in axes for dtype in types if axis.rounds_at_each_rank(dtype)]
-    size, dtype = max(rounding, default=(1, None), key=lambda found: found[0])
-    if size > MAX_RANKS_IN_HALF and not any(axis.rank for axis in axes):
+    found = [(bucket.grads.transport, bucket.grads.path.types.reduce) for bucket in buckets]
+    transport, dtype = max(found, key=lambda each: each[0].most_rounding_ranks(each[1]), default=(None, torch.float32))
+    size = transport.most_rounding_ranks(dtype) if transport else 1
+    if transport and size > MAX_RANKS_IN_HALF and not any(axis.rank for axis in transport.reduced_along):
         warnings.warn(
             f"NCCL sums the gradients of {size} ranks in {dtype}, and rounds at each of them; choose "
             "ZeroConfig.sum_over_ranks=fp32 with groups of ranks, or reduce_dtype=fp32 with twice the traffic",

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from parallel.autograd_internals import DisableTorchFunction, structure_of
 from parallel.validation.errors import ConfigError
-from zero.buckets.grad_shard import GradShard
+from zero.buckets.bucket_gradient import BucketGradient
 from zero.buckets.tensor_tree import find_tensors
 
 _PROPERTIES = (
@@ -89,7 +89,7 @@ class ParameterGuard:
 
     def __init__(self, names: dict[nn.Parameter, str], reads: ReadObserver):
         self.names, self.reads = names, reads
-        self.gradients: list[GradShard] = []  # of all parameters
+        self.gradients: list[BucketGradient] = []  # of all parameters
         self.toggled: dict[nn.Parameter, bool] = {}  # those whose `requires_grad` was set: its value before
         self.exposed: set[nn.Parameter] = set()  # those whose `.data` has been read
         self.replaced: set[nn.Parameter] = set()  # those that refer to memory of their own: see [Note: replacing]

@@ -23,17 +23,9 @@ from torch.nn import functional as F
 
 from parallel.mesh import Axis
 from zero.fp8.scaling import CODES, Blocks, encode, scale_of
-from zero.partition.layout import Span, cut, overlap, rectangles, shifted
+from zero.partition.layout import Ranges, Slice, cut, overlap, rectangles
 
 AT_ONCE = 2**24  # elements at a time: temporaries in fp32 have this length
-
-
-class Stretch(NamedTuple):
-    """Consecutive elements of a buffer that one weight has."""
-
-    param: nn.Parameter
-    span: Span
-    elements: range
 
 
 class Rectangle(NamedTuple):
@@ -69,17 +61,17 @@ class WeightScales:
     def __contains__(self, param: object) -> bool:
         return param in self._sizes_of
 
-    def measure(self, owned: Iterable[tuple[Stretch, Tensor]], owners: Axis) -> None:
+    def measure(self, owned: Iterable[tuple[Slice, Tensor]], owners: Axis) -> None:
         """Set the scales to those of the weights of which the ranks of `owners` have these parts; all ranks call it."""
         if not self._sizes_of:
             return
         amax_on = {self._amax.device: self._amax.zero_()}  # and where master weights are, if that is another device
-        for stretch, values in owned:
+        for where, values in owned:
             if values.device not in amax_on:
                 amax_on[values.device] = torch.zeros_like(self._amax, device=values.device)
-            for place, (part,) in self._rectangles(stretch, values):
-                amax = self._in_grid(amax_on[values.device], stretch.param, place)
-                found = self._amax_of(part.bfloat16(), place, self._sizes_of[stretch.param], amax.shape)
+            for place, (part,) in self._rectangles(where, values):
+                amax = self._in_grid(amax_on[values.device], where.param, place)
+                found = self._amax_of(part.bfloat16(), place, self._sizes_of[where.param], amax.shape)
                 torch.maximum(amax, found.to(amax), out=amax)
         for elsewhere in [amax for amax in amax_on.values() if amax is not self._amax]:
             torch.maximum(self._amax, elsewhere.to(self._amax.device), out=self._amax)
@@ -87,16 +79,16 @@ class WeightScales:
         owners.all_reduce(self._amax, out=self._amax, op=dist.ReduceOp.MAX).wait()
         self._scales = scale_of(self._amax)
 
-    def encode(self, stretch: Stretch, values: Tensor, out: Tensor) -> None:
+    def encode(self, where: Slice, values: Tensor, out: Tensor) -> None:
         """Write the codes, bytes, of values of a weight, rounded to bf16."""
-        for place, (part, codes) in self._rectangles(stretch, values, out):
-            codes.copy_(encode(part.bfloat16(), self._scales_of(stretch.param, place)).view(torch.uint8))
+        for place, (part, codes) in self._rectangles(where, values, out):
+            codes.copy_(encode(part.bfloat16(), self._scales_of(where.param, place)).view(torch.uint8))
 
-    def decode(self, stretch: Stretch, codes: Tensor, out: Tensor) -> None:
+    def decode(self, where: Slice, codes: Tensor, out: Tensor) -> None:
         """Write the values that codes stand for."""
-        for place, (part, values) in self._rectangles(stretch, codes, out):
+        for place, (part, values) in self._rectangles(where, codes, out):
             # Codes are exact in bf16; the product is computed in fp32, and rounded once to the type of `values`.
-            torch.mul(part.view(CODES).bfloat16(), self._scales_of(stretch.param, place), out=values)
+            torch.mul(part.view(CODES).bfloat16(), self._scales_of(where.param, place), out=values)
 
     def _scales_of(self, param: nn.Parameter, place: Rectangle) -> Tensor:
         """Return the scale of each element of a part of a weight, or one scale for all of them."""
@@ -118,12 +110,12 @@ class WeightScales:
         whole_blocks = F.pad(part, (place.column % columns, 0, place.row % rows, 0))
         return Blocks(*sizes).split(whole_blocks).abs().amax((1, 3))
 
-    def _rectangles(self, stretch: Stretch, *flats: Tensor) -> Iterator[tuple[Rectangle, list[Tensor]]]:
-        """Cut tensors with the elements of a stretch into parts of the weight, of at most AT_ONCE or a row."""
-        _, grid = self._grid_of[stretch.param]
-        shape = stretch.span.shape if grid.numel() > 1 else (1, stretch.param.numel())
-        of_weight, taken = shifted(stretch.elements, stretch.span.elements.start), 0
-        for (first, column), (num_rows, num_columns) in rectangles(shape, of_weight):
+    def _rectangles(self, where: Slice, *flats: Tensor) -> Iterator[tuple[Rectangle, list[Tensor]]]:
+        """Cut tensors with the elements of a slice into parts of the weight, of at most AT_ONCE or a row."""
+        _, grid = self._grid_of[where.param]
+        shape = where.span.shape if grid.numel() > 1 else (1, where.param.numel())
+        taken = 0
+        for (first, column), (num_rows, num_columns) in rectangles(shape, where.in_param):
             rows_at_once = max(1, AT_ONCE // num_columns)
             for row in range(first, first + num_rows, rows_at_once):
                 place = Rectangle(row, column, min(rows_at_once, first + num_rows - row), num_columns)
@@ -144,34 +136,34 @@ class WeightScales:
 class BucketCodes:
     """The codes of one bucket's elements, all of which belong to weights that are sent in FP8."""
 
-    def __init__(self, scales: WeightScales, stretches: Sequence[Stretch], elements: range, own: range):
-        """`elements` are those of the bucket, and `own` those of this rank's shard in its group."""
-        self._scales, self._stretches, self._elements, self._own = scales, stretches, elements, own
+    def __init__(self, scales: WeightScales, slices: Sequence[Slice], ranges: Ranges):
+        """`slices` are those of all elements of the bucket."""
+        self._scales, self._slices, self._elements, self._own = scales, slices, ranges.elements, ranges.rest
 
     def encode(self, own_values: Tensor, codes: Tensor) -> Tensor:
         """Write this rank's shard to its place in the codes of the bucket; return that place."""
-        for stretch, part in _within(self._stretches, self._own):
-            self._scales.encode(stretch, cut(own_values, part, self._own.start), cut(codes, part, self._elements.start))
+        for where, part in _within(self._slices, self._own):
+            self._scales.encode(where, cut(own_values, part, self._own.start), cut(codes, part, self._elements.start))
         return cut(codes, self._own, self._elements.start)
 
     def round_trip(self, values: Tensor, elements: range) -> None:
         """Replace values of some elements of the bucket by those of their codes."""
         codes = values.new_empty(values.shape, dtype=torch.uint8)
-        for stretch, part in _within(self._stretches, elements):
+        for where, part in _within(self._slices, elements):
             own, own_codes = cut(values, part, elements.start), cut(codes, part, elements.start)
-            self._scales.encode(stretch, own, own_codes)
-            self._scales.decode(stretch, own_codes, own)
+            self._scales.encode(where, own, own_codes)
+            self._scales.decode(where, own_codes, own)
 
     def decode(self, codes: Tensor, full: Tensor) -> None:
         """Write the values of all codes but those of this rank's shard, whose values `full` has."""
         for others in (range(self._elements.start, self._own.start), range(self._own.stop, self._elements.stop)):
-            for stretch, part in _within(self._stretches, others):
+            for where, part in _within(self._slices, others):
                 first = self._elements.start
-                self._scales.decode(stretch, cut(codes, part, first), cut(full, part, first))
+                self._scales.decode(where, cut(codes, part, first), cut(full, part, first))
 
 
-def _within(stretches: Iterable[Stretch], elements: range) -> Iterator[tuple[Stretch, range]]:
-    """Iterate over the parts of stretches that are in a range, each with its elements."""
-    for stretch in stretches:
-        if part := overlap(stretch.elements, elements):
-            yield stretch._replace(elements=part), part
+def _within(slices: Iterable[Slice], elements: range) -> Iterator[tuple[Slice, range]]:
+    """Iterate over the parts of slices that are in a range, each with its elements."""
+    for where in slices:
+        if part := overlap(where.elements, elements):
+            yield where._replace(elements=part), part

@@ -63,22 +63,6 @@ def formula(
     )
 
 
-def block_sum_bytes(
-    policy: ShardingPolicy, num_parameters: float, sizes: tuple[int, int], num_blocks: int, sum_bytes: int = 4
-) -> float:
-    """Return the most bytes that a rank holds between micro-batches for blocks of them (`ZeroConfig.leaf_blocks`).
-
-    A unit of ranks adds B consecutive blocks, the last one where gradients accumulate in any case. The sums of the
-    others are added to each other like the digits of a binary number, so there are log2(B) of them, rounded down, and
-    fewer if shards of gradients are added and a micro-batch has parts of several blocks. They are sums of full
-    gradients if these persist, else of the shard in the group. `sizes`: the ranks of a group, and groups.
-    """
-    num_units = policy.num_adding_units(*sizes)
-    num_sums = (num_blocks // num_units).bit_length() - 1 if policy.adds_leaves else 0
-    num_divided = 1 if policy.full_grads is Lifetime.PERSISTENT else sizes[0]
-    return num_sums * sum_bytes * num_parameters / num_divided
-
-
 def placed(states: ModelStates, policy: ShardingPolicy, group_size: int, offloaded: Container[str]) -> PlacedStates:
     """Return the bytes in each memory if the states that `offloaded` names are placed on the host.
 

@@ -27,8 +27,7 @@ def axis_bytes(
     micro-batch adds a reduction if full gradients are transient, and two all-gathers if full parameters are transient.
     Between groups only the rank's shard is reduced, and only once a step; it is gathered too if all ranks divide the
     optimizer's states, else it is all-reduced. Stage 0 has groups of one rank.
-    `gradient_bytes` are the bytes of all gradients in `ZeroConfig.reduce_dtype` and in `accumulate_dtype`, in which
-    groups send them if leaves are added; None: `parameter_bytes`.
+    `gradient_bytes` are the bytes of all gradients as messages in a group and between groups; None: `parameter_bytes`.
     If full parameters are transient, two parts of `parameter_bytes` are gathered less often. `resident_bytes` persist
     and are gathered once a step. `kept_bytes` (the root and the last unit) stay unsharded from forward to backward, and
     are not gathered again for backward.
@@ -41,8 +40,7 @@ def axis_bytes(
     if policy.full_params is Lifetime.TRANSIENT:
         transient_bytes = parameter_bytes - resident_bytes
         gathered_bytes = num_micro_batches * (2 * transient_bytes - kept_bytes) + resident_bytes
-    reduced_bytes, summed_bytes = gradient_bytes or (updated_bytes, updated_bytes)
+    reduced_bytes, between_bytes = gradient_bytes or (updated_bytes, updated_bytes)
     inside = (num_reductions * reduced_bytes + gathered_bytes) * (group_size - 1) / group_size
-    between_bytes = summed_bytes if policy.adds_leaves else reduced_bytes
     between = between_bytes + (updated_bytes if policy.optimizer is Division.ALL else between_bytes)
     return inside, between / group_size * (num_groups - 1) / num_groups

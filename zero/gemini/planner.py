@@ -132,7 +132,7 @@ class PlacementPlanner(Residency):
                 self.orders, self._configured_prefetch_numel, least_room
             )
             shards = _shards_on_host({unit for order in self.orders.values() for unit in order.current})
-            room = least_room - unit_bytes - sum(shard.group_shard.nbytes for shard in shards)
+            room = least_room - unit_bytes - sum(shard.rest.nbytes for shard in shards)
             placed_bytes = place_optimizer_states(buckets, room, bytes_to_place, place)
             self._plan_cache(unit_bytes + placed_bytes)
             num_placed = sum(bucket.optimizer_placement is Placement.ACCELERATOR for bucket in buckets)
@@ -155,7 +155,7 @@ class PlacementPlanner(Residency):
         moments = [*self._planned_units, UPDATE]
         uses = [_shards_on_host([unit]) for unit in self._planned_units.values()]
         rooms = [self.recorder.budget_bytes - self.recorder.peaks[moment] - taken_bytes for moment in moments]
-        plan = Cycle([*uses, []]).plan(rooms, lambda shard: shard.group_shard.nbytes)
+        plan = Cycle([*uses, []]).plan(rooms, lambda shard: shard.rest.nbytes)
         self._plan = {moment: CachedShards(*shards) for moment, shards in zip(moments, plan, strict=True)}
 
     def _planned(self) -> CachedShards:

@@ -108,6 +108,9 @@ class Offload:
         self._casts = BufferPool(on_host, num_in_turn=NUM_BUFFERS)  # on their way to the accelerator
         self.relays = BufferPool(device_allocator(device, TensorKind.BUFFERS), num_in_turn=NUM_BUFFERS)
         """For what is stored on the host, and communicated on the accelerator."""
+        self.gradients = BufferPool(device_allocator(device, TensorKind.BUFFERS))
+        """For gradients on their way to the host, if they are cast, and from there, if there are several
+        micro-batches."""
         self._landing: dict[int, Work] = {}  # the last copy to each storage in host memory
 
     def new(self, placement: Placement, kind: TensorKind, numel: int, dtype: torch.dtype) -> Tensor:

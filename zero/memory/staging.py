@@ -44,10 +44,15 @@ class BufferPool:
     def __init__(
         self, allocate: Allocate, least_numel: int = 0, dtypes: Iterable[torch.dtype] = (), num_in_turn: int = 1
     ):
-        self._allocate, self._least_numel, self._num_in_turn = allocate, least_numel, num_in_turn
+        self._allocate, self._num_in_turn = allocate, num_in_turn
         self._free: defaultdict[torch.dtype, deque[tuple[Tensor, Work]]] = defaultdict(deque)
         self.num_bytes = 0
         """The bytes of all buffers, also of those that are taken, as if none of them was freed."""
+        self.reserve(least_numel, dtypes)
+
+    def reserve(self, least_numel: int, dtypes: Iterable[torch.dtype]) -> None:
+        """Let new buffers have at least this many elements, and allocate one for each of `dtypes`."""
+        self._least_numel = least_numel
         for dtype in dtypes:
             self.put_back(self._new_buffer(dtype, least_numel), Work())
 

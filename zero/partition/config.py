@@ -9,7 +9,7 @@ import torch
 from parallel.validation.errors import ConfigError
 from parallel.validation.fields import NonNegative, Positive, Range, check_fields
 from zero.partition.layout import ALIGNMENT, NORM_BLOCK
-from zero.partition.stage import STAGES, Division, GradientTypes, Levels, Lifetime, ShardingPolicy
+from zero.partition.stage import STAGES, Division, GradientTypes, Lifetime, ShardingPolicy
 
 Accumulate = Literal["reduce", "local"]
 OptimizerOver = Literal["group", "all"]
@@ -91,12 +91,17 @@ class ZeroConfig:
             if isinstance(dtype := getattr(self, name), torch.dtype):  # torch's own objects are taken too
                 object.__setattr__(self, name, NAMES.get(dtype, str(dtype)))
         check_fields(self)
-        if self.sum_over_ranks == "leaves":  # no shard divides a block of the norm
+        if self.fixes_order:  # no shard divides a block of the norm
             object.__setattr__(self, "alignment", math.lcm(self.alignment, NORM_BLOCK))
         if self.alignment % ALIGNMENT:
             raise ConfigError(
                 f"ZeroConfig.alignment={self.alignment} is not a multiple of {ALIGNMENT}; choose {ALIGNMENT} or 256"
             )
+
+    @property
+    def fixes_order(self) -> bool:
+        """True if the gradients of all micro-batches are added in an order that no number of ranks changes."""
+        return self.sum_over_ranks == "leaves"
 
     @property
     def policy(self) -> ShardingPolicy:
@@ -106,13 +111,11 @@ class ZeroConfig:
         owned_grads = Lifetime.PERSISTENT if allocates_once else Lifetime.TRANSIENT
         over_all = self.optimizer_over == "all" and row.optimizer is not Division.NONE
         optimizer = Division.ALL if over_all else row.optimizer
-        is_local, adds_leaves = self.accumulate == "local", self.sum_over_ranks == "leaves"
+        is_local = self.accumulate == "local"
         return replace(
             row,
             optimizer=optimizer,
             keeps_full_grads=is_local,
-            adds_leaves=adds_leaves,
-            leaf_parts=self.leaf_parts,
             owned_grads=owned_grads,
         )
 
@@ -123,23 +126,17 @@ class ZeroConfig:
         """
         persist = self.policy.full_grads is Lifetime.PERSISTENT
         wide = torch.promote_types(parameter, torch.float32)
-        accumulate = wide if accumulates or not persist or self.policy.adds_leaves else parameter
+        accumulate = wide if accumulates or not persist or self.fixes_order else parameter
         if self.accumulate_dtype is not None:
             accumulate = DTYPES[self.accumulate_dtype]
         reduce = accumulate if persist else parameter
         types = GradientTypes(accumulate, reduce if self.reduce_dtype is None else DTYPES[self.reduce_dtype])
-        if persist and self.policy.adds_leaves and types.reduce is not accumulate:
+        if persist and self.fixes_order and types.reduce is not accumulate:
             raise ConfigError(
                 f"ZeroConfig.reduce_dtype={self.reduce_dtype} rounds sums of micro-batches that were added in "
                 f"{NAMES[accumulate]}, and sum_over_ranks=leaves rounds nothing but leaves; choose reduce_dtype=null"
             )
         return types
-
-    def grain(self, levels: Levels) -> int:
-        """Return the number of elements of which every bucket has a multiple, for shards and parts that are aligned."""
-        # An all-reduce in fp32 begins with a reduce-scatter, so replicas need parts of a shard too.
-        num_cuts = 1 if self.sum_over_ranks == "message" else levels.outer.size
-        return levels.inner.size * math.lcm(levels.num_parts * self.alignment, num_cuts)
 
     def chosen_bucket_numel(self, num_elements: int, num_ranks: int, parameter: torch.dtype) -> int:
         """Return the number of elements of a bucket of a model with `num_elements` of the type `parameter`.

@@ -4,11 +4,11 @@
 |     bucket 0     |     bucket 1     | b. 2 |  one bucket = one collective; parameters may cross buckets
 | s0  |  s1  |  s2 | s0  |  s1  |  s2 | s0 ..|  equal shards: rank r owns shard r of every bucket
 
-On two levels a group of G ranks divides a bucket into shards for its gradients and parameters, and the ranks at the
-same place of R groups divide each shard into parts for the optimizer. The rank r G + g of all owns part r of shard g:
+A shard may be divided again, into P parts: then S P ranks own a part each, and keep the whole shard of parameters and
+sums of gradients. The rank p S + s owns part p of shard s:
 
 |              bucket               |
-|   shard 0 = p p p   |   shard 1 = p p p   |   G = 2, R = 3: the owners of the parts are ranks 0 2 4 and 1 3 5
+|   shard 0 = p p p   |   shard 1 = p p p   |   S = 2, P = 3: the owners of the parts are ranks 0 2 4 and 1 3 5
 
 This file is arithmetic on names and shapes: it allocates nothing and is the same on every rank.
 """
@@ -16,9 +16,10 @@ This file is arithmetic on names and shapes: it allocates nothing and is the sam
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 ALIGNMENT = 16  # elements: shards and parameters start on 32 bytes in bf16
 NORM_BLOCK = 256  # elements whose squares are added first, if the norm must not depend on the number of ranks
@@ -57,6 +58,39 @@ class Span:
         return cut(buffer, self.elements).view(self.shape)
 
 
+class Slice(NamedTuple):
+    """Consecutive elements of a flat buffer that one parameter has."""
+
+    param: nn.Parameter
+    span: Span
+    elements: range
+    """Counted in the flat buffer."""
+
+    @property
+    def in_param(self) -> range:
+        """The same elements, counted in the flattened parameter."""
+        return shifted(self.elements, self.span.elements.start)
+
+
+class Ranges(NamedTuple):
+    """The elements of a flat buffer that a rank has of one bucket; each range is inside the one before."""
+
+    elements: range
+    """All elements of the bucket."""
+    rest: range
+    """Those that the rank keeps: of parameters while the full buffer is freed, and of sums of gradients."""
+    own: range
+    """Those that the rank updates: of gradients that are reduced, master weights and optimizer states."""
+
+    def of_bucket(self, tensor: Tensor, part: range) -> Tensor:
+        """Return a view of a part of a tensor that covers the bucket, and may be longer."""
+        return cut(tensor, part, self.elements.start)
+
+    def own_of(self, rest: Tensor) -> Tensor:
+        """Return a view of the rank's own elements in a tensor that covers those that it keeps."""
+        return cut(rest, self.own, self.rest.start)
+
+
 @dataclass(frozen=True)
 class BucketRange:
     """The elements of one bucket, which are divided into equal shards, and each of these into parts."""
@@ -66,33 +100,29 @@ class BucketRange:
     num_parts: int = 1
 
     @property
-    def group_shard_numel(self) -> int:
-        """The number of elements in the shard of each rank of a group."""
+    def rest_numel(self) -> int:
+        """The number of elements that each rank keeps: a shard."""
         return len(self.elements) // self.num_shards
 
     @property
-    def owned_numel(self) -> int:
-        """The number of elements that each rank owns."""
-        return self.group_shard_numel // self.num_parts
+    def own_numel(self) -> int:
+        """The number of elements that each rank owns: a part of a shard."""
+        return self.rest_numel // self.num_parts
 
-    def group_shard(self, rank: int) -> range:
-        """Return the elements of the gradients and parameters that the rank with this number in its group has."""
-        start = self.elements.start + rank * self.group_shard_numel
-        return range(start, start + self.group_shard_numel)
-
-    def shard(self, rank: int) -> range:
-        """Return the elements that `rank` owns: a part of its group's shard, or all of that if there is one part."""
+    def ranges(self, rank: int) -> Ranges:
+        """Return what the rank with this number among the owners has."""
         part, place = divmod(rank, self.num_shards)
-        start = self.group_shard(place).start + part * self.owned_numel
-        return range(start, start + self.owned_numel)
+        rest = self.elements.start + place * self.rest_numel
+        own = rest + part * self.own_numel
+        return Ranges(self.elements, range(rest, rest + self.rest_numel), range(own, own + self.own_numel))
 
     def owners(self, elements: range) -> Iterator[tuple[int, range]]:
         """Iterate over (rank, its range) of every rank that owns some of `elements`, which are inside the bucket."""
-        first, last = ((e - self.elements.start) // self.owned_numel for e in (elements.start, elements.stop - 1))
+        first, last = ((e - self.elements.start) // self.own_numel for e in (elements.start, elements.stop - 1))
         for number in range(first, last + 1):
             place, part = divmod(number, self.num_parts)
             rank = part * self.num_shards + place
-            yield rank, overlap(self.shard(rank), elements)
+            yield rank, overlap(self.ranges(rank).own, elements)
 
 
 @dataclass(frozen=True)

@@ -28,30 +28,6 @@ class Division(Enum):
         return {Division.NONE: 1, Division.GROUP: group_size, Division.ALL: data_size}[self]
 
 
-class Levels(NamedTuple):
-    """The axes along which the states of one bucket are divided and communicated.
-
-    Gradients are reduced along `inner` and then along `outer`, updated parameters are gathered along `outer` and then
-    along `inner`. One of them may have size 1. `owners` is the axis of the ranks that divide the optimizer's states
-    (inner, or both), and `replicas` the one of the ranks that own the same states.
-    """
-
-    inner: Axis
-    outer: Axis
-    owners: Axis
-    replicas: Axis
-
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """The number of ranks of a group, and of groups."""
-        return self.inner.size, self.outer.size
-
-    @property
-    def num_parts(self) -> int:
-        """The number of owners of the shard that a rank has of gradients and parameters."""
-        return self.owners.size // self.inner.size
-
-
 class GradientTypes(NamedTuple):
     """The data types of the gradients of one flat buffer."""
 
@@ -70,10 +46,6 @@ class ShardingPolicy:
     parameters: Division
     keeps_full_grads: bool = False
     """True if full gradients are kept in each case, and reduced once a step."""
-    adds_leaves: bool = False
-    """True if the gradients of the micro-batches of all ranks are added in an order that no number of ranks changes."""
-    leaf_parts: int = 1
-    """The number of neighboring ranks that compute a part of each micro-batch."""
     owned_grads: Lifetime = Lifetime.PERSISTENT
     """Used if full gradients are transient: the lifetime of owned gradients on the accelerator and of the staging pool.
     PERSISTENT allocates both once (M_D, section 6.3); TRANSIENT frees the pool after backward, and owned gradients
@@ -94,27 +66,6 @@ class ShardingPolicy:
     def full_params(self) -> Lifetime:
         """The lifetime of the full parameters."""
         return Lifetime.PERSISTENT if self.parameters is Division.NONE else Lifetime.TRANSIENT
-
-    def levels(self, data: Axis) -> Levels:
-        """Return the axes along which states are divided; the parts of the data axis, if it has some, are groups."""
-        alone = data.without_peers()
-        if self.optimizer is Division.NONE:
-            return Levels(inner=alone, outer=data, owners=alone, replicas=data)
-        inner, outer = data.parts or (data, alone)
-        if self.optimizer is Division.ALL:
-            return Levels(inner, outer, owners=data, replicas=alone)
-        return Levels(inner, outer, owners=inner, replicas=outer)
-
-    def num_adding_units(self, group_size: int, num_groups: int) -> int:
-        """Return the number of units, ranks or groups of them, that each add up consecutive micro-batches of a step.
-
-        It is 1 unless the order of micro-batches is fixed: then any rank may have any of them. Ranks that keep full
-        gradients of parts of the same micro-batches are one unit.
-        """
-        if not self.adds_leaves:
-            return 1
-        is_kept = self.full_grads is Lifetime.PERSISTENT
-        return num_groups * group_size // self.leaf_parts if is_kept else num_groups
 
     def compared_axis(self, data: Axis) -> Axis:
         """Return the axis of the ranks that must run the same micro-batches: none if only a step communicates."""

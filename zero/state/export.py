@@ -93,9 +93,9 @@ def _unsharded(model: ZeroDataParallel, flat: FlatParameters, *, masters: bool) 
             yield from zip(names, flat.params, strict=True)
         return
     full = torch.empty_like(flat.full, dtype=flat.buckets[0].master.dtype)
-    for bucket, ranges in zip(flat.buckets, flat.layout.buckets, strict=True):
-        for rank, shard in enumerate(model.shard_axis.gather_by_rank(bucket.master.to(full.device))):
-            cut(full, ranges.shard(rank)).copy_(shard)
+    for bucket, of_bucket in zip(flat.buckets, flat.layout.buckets, strict=True):
+        for rank, shard in enumerate(flat.transport.owners.gather_by_rank(bucket.master.to(full.device))):
+            cut(full, of_bucket.ranges(rank).own).copy_(shard)
     for span in flat.layout.spans:
         yield span.name, span.view(full)
 

@@ -75,14 +75,14 @@ class RankState:
         """Return this rank's shards of the master weights and its optimizer state, by name."""
         self.model.take_changes()
         numbers = {bucket: number for number, flat in enumerate(self.model.flats) for bucket in flat.buckets}
-        state = {f"{number}.{MASTER}.{bucket.shard.start}": bucket.master for bucket, number in numbers.items()}
+        state = {f"{number}.{MASTER}.{bucket.ranges.own.start}": bucket.master for bucket, number in numbers.items()}
         if self.optimizer is None:
             return state
         for bucket in self.optimizer.buckets:
             for piece in self.optimizer.pieces_of(bucket):
                 for kind, value in self.optimizer.inner.state.get(piece.param, {}).items():
                     if isinstance(value, Tensor):
-                        state[f"{numbers[bucket]}.{kind}.{bucket.shard.start + piece.elements.start}"] = value
+                        state[f"{numbers[bucket]}.{kind}.{bucket.ranges.own.start + piece.elements.start}"] = value
         return state | self.optimizer.matrices.states()
 
     def common(self) -> dict[str, Tensor]:
@@ -165,7 +165,7 @@ class RankState:
                     if optimizer is not None and bucket in trainable:
                         for piece in optimizer.pieces_of(bucket):
                             _load_state_of(piece, optimizer, saved, tensor)
-                    for span, part in flat.layout.spans_in(bucket.shard):
+                    for span, part in flat.layout.spans_in(bucket.ranges.own):
                         elements = range(part.start - span.elements.start, part.stop - span.elements.start)
                         out = bucket.owned_part(bucket.master, part)
                         saved.read(span.name, MASTER, elements, out=out, tensor=tensor)

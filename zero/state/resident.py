@@ -55,20 +55,20 @@ def _allocated(
 ) -> Iterator[tuple[str, Tensor, range]]:
     """Yield (kind, tensor, elements of the flat buffer that it has) of a bucket's states in the memory `placement`."""
     device, params = Placement.ACCELERATOR, bucket.params
-    found = [("parameters", params.full, bucket.elements, device)]
+    found = [("parameters", params.full, bucket.ranges.elements, device)]
     if not params.persists:
-        found = [("parameters", params.group_shard, bucket.group_shard, params.placement)]
-        found.append(("unsharded", params.full, bucket.elements, device))
+        found = [("parameters", params.rest, bucket.ranges.rest, params.placement)]
+        found.append(("unsharded", params.full, bucket.ranges.elements, device))
     if params.cached is not None:
-        found.append(("parameters", params.cached, bucket.group_shard, device))
+        found.append(("parameters", params.cached, bucket.ranges.rest, device))
     if optimizer is not None and bucket in optimizer.buckets:
-        grads, start = bucket.grads, bucket.shard.start
+        grads, start = bucket.grads, bucket.ranges.own.start
         if grads.path.persists and grads.staged is not None:
-            found.append(("gradients", grads.staged, bucket.elements, device))
+            found.append(("gradients", grads.staged, bucket.ranges.elements, device))
         if not grads.path.owns_staged:
-            found.append(("gradients", grads.group_shard, bucket.group_shard, grads.placement))
-        if bucket.master is not params.owned:
-            found.append(("master", bucket.master, bucket.shard, grads.placement))
+            found.append(("gradients", grads.total.rest, bucket.ranges.rest, grads.placement))
+        if bucket.master is not params.own:
+            found.append(("master", bucket.master, bucket.ranges.own, grads.placement))
         for piece in optimizer.pieces_of(bucket):
             own = range(start + piece.elements.start, start + piece.elements.stop)
             for value in optimizer.inner.state.get(piece.param, {}).values():
@@ -84,10 +84,11 @@ def buffer_bytes(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> dict[str,
 
     They depend on `ZeroConfig.bucket_numel`, and not on the number of the model's parameters.
     """
+    receiving = {axis.pairwise for transport in model.transports for axis in transport.reduced_along}
     return {
         "staged gradients": model.reducer.reductions.staging.num_bytes,
-        "gradients for the host": model.reducer.reductions.host_staging.num_bytes,
-        "received messages": sum(pairwise.received.num_bytes for pairwise in {axis.pairwise for axis in model.levels}),
+        "gradients for the host": model.offload.gradients.num_bytes,
+        "received messages": sum(pairwise.received.num_bytes for pairwise in receiving),
         "gradient cast": _num_bytes(optimizer.cast_buffers.values()),
         "shards for the host": model.offload.relays.num_bytes,
     }

@@ -230,7 +230,7 @@ class SavedState:
         """Yield where the elements of the part of a saved tensor rank are stored, in their order."""
         layout, start = self._layouts[parameter.buffer], parameter.elements.start + elements.start
         for shard_rank, owned in layout.shards(range(start, parameter.elements.start + elements.stop)):
-            shard = layout.buckets[owned.start // len(layout.buckets[0].elements)].shard(shard_rank)
+            shard = layout.buckets[owned.start // len(layout.buckets[0].elements)].ranges(shard_rank).own
             # The master weights of a shard are one tensor, named by the first element of the shard. Other states have a
             # tensor for each piece of a parameter, named by the first element of the piece.
             first = shard.start if kind == MASTER else max(shard.start, parameter.elements.start)

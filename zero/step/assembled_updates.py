@@ -4,7 +4,7 @@ The optimizer brings them: zero/optimizers/matrix_updates.py has those of matric
 """
 
 from collections.abc import Iterator, Mapping, Sequence, Set
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -15,6 +15,22 @@ from zero.step.atoms import atom_of
 from zero.step.pieces import OwnedPieces, Piece
 
 Axes = tuple[Axis, Axis, Axis]  # (shard, replica, tensor)
+
+
+class ShardedModel(Protocol):
+    """The part of `ZeroDataParallel` that updates need."""
+
+    module: nn.Module
+    offload: Offload
+
+    @property
+    def shard_axis(self) -> Axis: ...
+
+    @property
+    def replica_axis(self) -> Axis: ...
+
+    @property
+    def is_exact(self) -> bool: ...
 
 
 class AssembledUpdates:
@@ -65,14 +81,11 @@ class AssembledUpdates:
         return 0.0
 
 
-def assembled_updates(
-    inner: Any, module: nn.Module, pieces: OwnedPieces, axes: Axes, offload: Offload, *, one_by_one: bool
-) -> AssembledUpdates:
-    """Return the updates of what the torch optimizer `inner` declares that it needs whole, of its `updates_class`.
-
-    `one_by_one`: compute nothing in batches, whose bits may depend on their size, and so on the number of ranks.
-    """
+def assembled_updates(inner: Any, model: ShardedModel, pieces: OwnedPieces, tensor: Axis) -> AssembledUpdates:
+    """Return the updates of what the torch optimizer `inner` declares that it needs whole, of its `updates_class`."""
     groups = {number for number in pieces.group_of.values() if atom_of(inner, inner.param_groups[number]).is_assembled}
     if not groups:
         return AssembledUpdates(pieces)
-    return inner.updates_class(inner, groups, module, pieces, axes, offload, one_by_one=one_by_one)
+    axes = model.shard_axis, model.replica_axis, tensor
+    # One by one: bits of what is computed in batches may depend on their size, and so on the number of ranks.
+    return inner.updates_class(inner, groups, model.module, pieces, axes, model.offload, one_by_one=model.is_exact)

@@ -33,7 +33,7 @@ class BucketGroups:
         self._flats, self.buckets, self._with_matrices, self._offload = flats, buckets, with_matrices, offload
         self._versions: dict[FlatParameters, list[object]] = {}  # when master weights and parameters were equal
         self._published: dict[Bucket, Work] = {}  # gathers of updated parameters that nobody has waited for
-        self._limit = max(len(bucket.elements) for bucket in buckets) // GROUPED_SHARE
+        self._limit = max(len(bucket.ranges.elements) for bucket in buckets) // GROUPED_SHARE
         self.regroup()
 
     def on(self, placement: Placement) -> list[Bucket]:
@@ -56,7 +56,7 @@ class BucketGroups:
         written = {bucket for flat in flats for bucket in flat.buckets}
         for placement in Placement:
             outdated = [b for b in self.on(placement) if b in written and b.master_may_be_outdated]
-            owned = self._offload.read_from(placement, (bucket.params.owned for bucket in outdated))
+            owned = self._offload.read_from(placement, (bucket.params.own for bucket in outdated))
             for bucket, values in zip(outdated, owned, strict=True):
                 with allocating(TensorKind.OTHER, on_host=placement is Placement.HOST):
                     take_changed(bucket.master, values)
@@ -93,13 +93,13 @@ class BucketGroups:
         """Copy master weights to the owned parameters, wherever either is placed, and all-gather what was updated."""
         params, master = bucket.params, bucket.master
         if bucket.optimizer_placement is params.placement:
-            params.owned.copy_(master)  # returns early if both are the same memory
+            params.own.copy_(master)  # returns early if both are the same memory
             gather = params.all_gather_updated(exact=False)
         elif bucket.optimizer_placement is Placement.HOST:
             publish = partial(params.all_gather_updated, exact=False)
-            gather = self._offload.to_accelerator(master, params.owned, publish)
+            gather = self._offload.to_accelerator(master, params.own, publish)
         else:
-            copied = self._offload.to_host(master.to(params.owned.dtype), params.owned)
+            copied = self._offload.to_host(master.to(params.own.dtype), params.own)
             gather = Work(params.all_gather_updated(exact=False).wait, copied.wait)
         self._published[bucket] = gather
 

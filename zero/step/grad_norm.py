@@ -12,10 +12,8 @@ from parallel.autograd_internals import foreach_norm
 from parallel.memory_kinds import TensorKind, allocating
 from parallel.mesh import Axis
 from zero.buckets.bucket import Bucket
-from zero.buckets.weight_codes import Stretch
 from zero.memory.placement import Placement
-from zero.partition.layout import NORM_BLOCK
-from zero.step.assembled_updates import Axes
+from zero.partition.layout import NORM_BLOCK, Slice
 
 # Elements whose squares a CPU sums at a time. It adds them in fp32 one after the other: without chunks, the norm of 17M
 # elements is wrong by 2e-4. A GPU adds them as a tree.
@@ -32,31 +30,34 @@ class GradNorm:
     Along the shard axis, each element has one owner. Along the tensor axis, which cuts the model, the parameters that
     are not in `split` are replicated, and only the first tensor rank counts them.
 
-    `owned` lists, for each bucket, the parts of parameters in this rank's shard.
-    `axes` are the shard axis, the replica axis and the tensor axis. `in_blocks`: with bits that do not depend on who
+    `owned` lists, for each bucket, the parts of parameters that this rank owns. Squares are added along the axis that
+    the bucket's transport counts, and along `tensor`. If transports are exact, the bits of a norm do not depend on who
     owns an element.
     """
 
     def __init__(
         self,
-        owned: Mapping[Bucket, Sequence[Stretch]],
+        owned: Mapping[Bucket, Sequence[Slice]],
         params: Set[nn.Parameter],
-        axes: Axes,
+        tensor: Axis,
         split: Set[nn.Parameter],
         loss_scale: Tensor,
-        *,
-        in_blocks: bool = False,
     ):
-        shard, replica, tensor = axes
-        self._axes, self._loss_scale = (shard, tensor), loss_scale
-        # In the order of ranks; an axis of one rank has nothing to add.
-        self._adds_in_order = shard.size > 1 and replica.size > 1, tensor.size > 1
+        self._tensor, self._loss_scale = tensor, loss_scale
         num_blocks = tensor.size * sum(2 + param.numel() // NORM_BLOCK for param in params)
-        self._num_blocks = num_blocks if in_blocks else None
-        counted = params if tensor.rank == 0 else params & split
-        self._counted = {bucket: [part for part in parts if part.param in counted] for bucket, parts in owned.items()}
+        self._num_blocks = num_blocks if all(bucket.transport.is_exact for bucket in owned) else None
         self._dtype = reduce(torch.promote_types, {bucket.master.dtype for bucket in owned}, torch.float32)
-        self._counts_whole = {bucket for bucket, parts in owned.items() if len(parts) == len(self._counted[bucket])}
+        counted = params if tensor.rank == 0 else params & split
+        # Of each axis: whether squares are added in the order of ranks, which replicas need for the same bits.
+        self._adds_in_order = {tensor: tensor.size > 1}  # an axis of one rank has nothing to add
+        self._counted: dict[Axis, dict[Bucket, list[Slice]]] = {}
+        for bucket, parts in owned.items():
+            axis, replicas = bucket.transport.counted, bucket.transport.replicas
+            self._adds_in_order.setdefault(axis, axis.size > 1 and replicas.size > 1)
+            self._counted.setdefault(axis, {})[bucket] = [part for part in parts if part.param in counted]
+        self._counts_whole = {
+            bucket for of_axis in self._counted.values() for bucket, parts in of_axis.items() if parts == owned[bucket]
+        }
 
     @property
     def temporary_bytes(self) -> int:
@@ -67,8 +68,7 @@ class GradNorm:
         """
         if self._num_blocks is not None:
             return 8 * 3 * BLOCKS_CHUNK
-        both = zip(self._axes, self._adds_in_order, strict=True)
-        gathered = [axis.size + 1 for axis, adds_in_order in both if adds_in_order]
+        gathered = [axis.size + 1 for axis, adds_in_order in self._adds_in_order.items() if adds_in_order]
         return 4 * (1 + max([3 * NUM_NORMS, *gathered]))
 
     def total(self) -> Tensor:
@@ -78,19 +78,21 @@ class GradNorm:
         them differently, and must get the same bits.
         """
         if self._num_blocks is not None:
-            return self._over_blocks(((0, chunk) for _, chunk in self._chunks()), 1)[0]
-        squares = self._loss_scale.new_zeros((), dtype=self._dtype)
-        chunks = self._chunks()
-        while some := list(islice(chunks, NUM_NORMS)):
-            squares.add_(_sum_of_squares(some, self._dtype).to(squares.device))
-        return self._over_all_ranks(squares)
+            return self._over_blocks(((0, chunk) for axis in self._counted for _, chunk in self._chunks(axis)), 1)[0]
+        found = []
+        for axis in self._counted:
+            squares, chunks = self._loss_scale.new_zeros((), dtype=self._dtype), self._chunks(axis)
+            while some := list(islice(chunks, NUM_NORMS)):
+                squares.add_(_sum_of_squares(some, self._dtype).to(squares.device))
+            found.append(self._along(axis, squares))
+        return self._norms(found)
 
-    def _chunks(self) -> Iterator[tuple[Placement, Tensor]]:
-        """Iterate over the counted gradients of this rank in parts, each with its placement."""
-        for bucket, parts in self._counted.items():
-            grads = [bucket.grads.owned]  # the whole shard: its padding is zero
+    def _chunks(self, axis: Axis) -> Iterator[tuple[Placement, Tensor]]:
+        """Iterate over the gradients of this rank that are counted along an axis in parts, each with its placement."""
+        for bucket, parts in self._counted[axis].items():
+            grads = [bucket.grads.own]  # all of it: its padding is zero
             if bucket not in self._counts_whole:
-                grads = [bucket.owned_part(bucket.grads.owned, part.elements) for part in parts]
+                grads = [bucket.owned_part(bucket.grads.own, part.elements) for part in parts]
             for grad in grads:
                 chunks = grad.split(CHUNK_NUMEL) if grad.device.type == "cpu" else (grad,)
                 yield from ((bucket.optimizer_placement, chunk) for chunk in chunks)
@@ -99,39 +101,46 @@ class GradNorm:
         """Return the norm of each layer of `module`, 0-dim, by name. The norms of all layers share one message."""
         layers = {param: layer_of(name) for name, param in module.named_parameters()}
         numbers = {layer: number for number, layer in enumerate(dict.fromkeys(layers.values()))}
-        chunks = (
-            (numbers[layers[part.param]], chunk)
-            for bucket, parts in self._counted.items()
-            for part in parts
-            for chunk in bucket.owned_part(bucket.grads.owned, part.elements).split(CHUNK_NUMEL)
-        )
+
+        def chunks_along(axis: Axis) -> Iterator[tuple[int, Tensor]]:
+            for bucket, parts in self._counted[axis].items():
+                for part in parts:
+                    grad = bucket.owned_part(bucket.grads.own, part.elements)
+                    yield from ((numbers[layers[part.param]], chunk) for chunk in grad.split(CHUNK_NUMEL))
+
         if self._num_blocks is not None:
-            return dict(zip(numbers, self._over_blocks(chunks, len(numbers)), strict=True))
-        squares = self._loss_scale.new_zeros(len(numbers), dtype=self._dtype)
-        for number, chunk in chunks:
-            norm = torch.linalg.vector_norm(chunk, dtype=squares.dtype)
-            squares[number] += norm.square().to(squares.device)
-        return dict(zip(numbers, self._over_all_ranks(squares), strict=True))
+            all_chunks = (chunk for axis in self._counted for chunk in chunks_along(axis))
+            return dict(zip(numbers, self._over_blocks(all_chunks, len(numbers)), strict=True))
+        found = []
+        for axis in self._counted:
+            squares = self._loss_scale.new_zeros(len(numbers), dtype=self._dtype)
+            for number, chunk in chunks_along(axis):
+                norm = torch.linalg.vector_norm(chunk, dtype=squares.dtype)
+                squares[number] += norm.square().to(squares.device)
+            found.append(self._along(axis, squares))
+        return dict(zip(numbers, self._norms(found), strict=True))
 
     def _over_blocks(self, chunks: Iterable[tuple[int, Tensor]], num_sums: int) -> Tensor:
         """Return the norms over all ranks, each of the chunks with its number."""
         assert self._num_blocks is not None
-        totals = self._loss_scale.new_zeros(num_sums, dtype=torch.int64)
-        return (sums_of_squares(chunks, totals, self._axes, self._num_blocks).sqrt() / self._loss_scale).to(self._dtype)
+        totals, axes = self._loss_scale.new_zeros(num_sums, dtype=torch.int64), (*self._counted, self._tensor)
+        return (sums_of_squares(chunks, totals, axes, self._num_blocks).sqrt() / self._loss_scale).to(self._dtype)
 
-    def _over_all_ranks(self, squares: Tensor) -> Tensor:
-        """Return the norms, given the sums of squares of this rank, with the same bits on all ranks.
+    def _norms(self, squares: Sequence[Tensor]) -> Tensor:
+        """Return the norms, given the sums of squares along each axis."""
+        return self._along(self._tensor, reduce(Tensor.add, squares)).sqrt() / self._loss_scale
+
+    def _along(self, axis: Axis, squares: Tensor) -> Tensor:
+        """Return the sums of the squares of all ranks of an axis, with the same bits on each.
 
         An all-reduce gives them to the ranks of one group. Several groups that sum the same numbers may add in other
         orders: they would clip by coefficients that differ in the last bit, and nothing makes their master weights
         equal again. So they gather the numbers, which is as quick along axes of few ranks.
         """
-        for axis, adds_in_order in zip(self._axes, self._adds_in_order, strict=True):
-            if adds_in_order:
-                squares = axis.gather_by_rank(squares).sum(dim=0)
-            else:
-                axis.all_reduce(squares, out=squares).wait()
-        return squares.sqrt() / self._loss_scale
+        if self._adds_in_order[axis]:
+            return axis.gather_by_rank(squares).sum(dim=0)
+        axis.all_reduce(squares, out=squares).wait()
+        return squares
 
 
 def _sum_of_squares(chunks: Sequence[tuple[Placement, Tensor]], dtype: torch.dtype) -> Tensor:

@@ -13,8 +13,7 @@ from parallel.mesh import Axis
 from parallel.validation.errors import ConfigError
 from zero.buckets.bucket import Bucket
 from zero.buckets.flat import FlatParameters
-from zero.buckets.weight_codes import Stretch
-from zero.partition.layout import shifted
+from zero.partition.layout import Slice, shifted
 
 Groups = list[dict[str, Any]]  # torch's parameter groups
 
@@ -101,14 +100,14 @@ class OwnedPieces:
                 "model is wrapped"
             )
         self.flats, self.params = flats, frozenset(self.group_of)
-        self.owned: dict[Bucket, list[Stretch]] = {}
+        self.owned: dict[Bucket, Sequence[Slice]] = {}
         self.by_bucket: dict[Bucket, list[Piece]] = {}
         self.by_param: dict[nn.Parameter, list[Piece]] = {param: [] for param in self.group_of}
         for flat in flats:
             for bucket in flat.buckets:
                 if not self.params.isdisjoint(bucket.grads.parts):
                     bucket.place_master(bucket.optimizer_placement)
-                    self.owned[bucket] = list(flat.stretches(bucket.shard))
+                    self.owned[bucket] = bucket.slices
                     self.by_bucket[bucket] = self._pieces(bucket)
         self._shared = {bucket for bucket in self.owned if not self.params.issuperset(bucket.grads.parts)}
 
@@ -132,19 +131,19 @@ class OwnedPieces:
 
     def own_grads(self, bucket: Bucket) -> list[Tensor]:
         """Return views of the owned gradients of these parameters, without the gradients of other optimizers."""
-        grad = bucket.grads.owned
+        grad = bucket.grads.own
         if bucket not in self._shared:
             return [grad]
         return [grad[piece.elements.start : piece.elements.stop] for piece in self.by_bucket[bucket]]
 
     def _pieces(self, bucket: Bucket) -> list[Piece]:
         found = []
-        for param, span, elements in self.owned[bucket]:
-            if param in self.group_of:
-                view = nn.Parameter(bucket.owned_part(bucket.master, elements))
-                in_shard, in_param = shifted(elements, bucket.shard.start), shifted(elements, span.elements.start)
-                found.append(Piece(view, in_shard, self.group_of[param], span.name, in_param))
-                self.by_param[param].append(found[-1])
+        for own in bucket.slices:
+            if own.param in self.group_of:
+                view, group = nn.Parameter(bucket.owned_part(bucket.master, own.elements)), self.group_of[own.param]
+                in_own = shifted(own.elements, bucket.ranges.own.start)
+                found.append(Piece(view, in_own, group, own.span.name, own.in_param))
+                self.by_param[own.param].append(found[-1])
         return found
 
 

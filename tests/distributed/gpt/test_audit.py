@@ -92,7 +92,7 @@ def injected(fault: Fault, state: TrainState, call: int) -> Iterator[None]:
         bucket = chance.choice([bucket for bucket in state.optimizer.buckets if state.optimizer.pieces_of(bucket)])
         states = state.optimizer.inner.state[state.optimizer.pieces_of(bucket)[0].param]
         moments = states.get("exp_avg", bucket.master)  # Muon's are of whole matrices
-        with flipped({"master": bucket.master, "shard": bucket.params.owned, "moment": moments}[fault.kind], chance):
+        with flipped({"master": bucket.master, "shard": bucket.params.own, "moment": moments}[fault.kind], chance):
             yield
     elif fault.kind == "gradient":
         handle = chance.choice(list(module.parameters())).register_hook(damaged)
@@ -222,7 +222,7 @@ def sent_by_audits(options: tuple[str, ...], every: int) -> list[tuple[int, int,
     model.wait_for_updates()
     if model.config.stage == 3:
         kept = 2 * (numels[0] + numels[-1])  # the root and the last block
-        sizes = model.levels.sizes
+        sizes = model.group_size, model.data.size // model.group_size
         gathered, _ = axis_bytes(model.config.policy, 2 * sum(numels), sizes, 1, gradient_bytes=(0, 0), kept_bytes=kept)
         sent[-1] = sent[-1][0] - int(gathered), *sent[-1][1:]
     return sent[-3:]

@@ -29,10 +29,10 @@ def flip(state: TrainState, what: str) -> None:
 def owned_norm(state: TrainState) -> Tensor:
     """Return the first piece that this rank owns of the last norm."""
     return next(
-        bucket.master[part.start - bucket.elements.start : part.stop - bucket.elements.start]
+        bucket.master[part.start - bucket.ranges.elements.start : part.stop - bucket.ranges.elements.start]
         for flat in state.model.flats
         for bucket in flat.buckets
-        for span, part in flat.layout.spans_in(bucket.elements)
+        for span, part in flat.layout.spans_in(bucket.ranges.elements)
         if span.name == "final_norm.weight"
     )
 

@@ -69,9 +69,9 @@ def assert_placed(optimizer: ZeroOptimizer, cuda: torch.device) -> None:
         expected = torch.device("cpu") if bucket.optimizer_placement is Placement.HOST else cuda
         states = [optimizer.inner.state[piece.param] for piece in optimizer.pieces_of(bucket)]
         moments = [state[name] for state in states for name in ("exp_avg", "exp_avg_sq")]
-        assert {tensor.device for tensor in (bucket.master, bucket.grads.owned, *moments)} == {expected}
+        assert {tensor.device for tensor in (bucket.master, bucket.grads.own, *moments)} == {expected}
         on_host = bucket.params.placement is Placement.HOST
-        assert bucket.params.owned.device == (torch.device("cpu") if on_host else cuda)
+        assert bucket.params.own.device == (torch.device("cpu") if on_host else cuda)
 
 
 FEW = [(3, "host", "partition_host", "bf16", 2, None)]

@@ -73,12 +73,12 @@ def check_written_parameters(config: ZeroConfig, offload: OffloadConfig, dtype: 
         optimizer.step()
         assert all(map(torch.equal, full_buffers(model), written))
         for bucket, digits in zip(optimizer.buckets, fine, strict=True):
-            is_kept = digits.to(dtype) == bucket.params.owned
-            assert bucket.master.equal(digits.where(is_kept, bucket.params.owned))
+            is_kept = digits.to(dtype) == bucket.params.own
+            assert bucket.master.equal(digits.where(is_kept, bucket.params.own))
     for seed, saved in enumerate((optimizer, None), start=2):
         model.module.load_state_dict(small_net(seed, dtype).state_dict())
         RankState(model, saved).owned()  # a save without a step, with the optimizer's states or of weights alone
-        assert all(bucket.master.to(dtype).equal(bucket.params.owned) for bucket in optimizer.buckets)
+        assert all(bucket.master.to(dtype).equal(bucket.params.own) for bucket in optimizer.buckets)
 
 
 def test_written_parameters_outlive_the_next_step():

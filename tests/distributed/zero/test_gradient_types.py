@@ -61,7 +61,7 @@ def gradient(
         for flat in model.flats:
             full = torch.zeros(flat.layout.numel, dtype=torch.float64)
             for bucket in flat.buckets:
-                full[bucket.shard.start : bucket.shard.stop] = bucket.grads.owned.double()
+                full[bucket.ranges.own.start : bucket.ranges.own.stop] = bucket.grads.own.double()
             model.shard_axis.all_reduce(full, out=full).wait()
             found.extend(span.view(full) for span in flat.layout.spans)
 

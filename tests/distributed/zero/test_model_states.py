@@ -181,7 +181,7 @@ def test_other_types_of_gradients_cost_what_the_formulas_say(stage, gradients):
                 found["padded_bytes"],
                 (shard_size, data_size // shard_size),
                 num_micro_batches,
-                gradient_bytes=(found["padded_bytes"] * DTYPES[reduce].itemsize / 2, 0.0),
+                gradient_bytes=(found["padded_bytes"] * DTYPES[reduce].itemsize / 2,) * 2,
                 kept_bytes=found["last_block_bytes"],
             )
         )

@@ -173,10 +173,3 @@ def test_all_models_with_partitioned_parameters_equal_one_process(name):
         *("name", "stage", "bucket_numel", "sizes", "num_micro_batches", "overlap", "prefetch_numel"),
     )
     assert_equal_one_process([case_of(**combination) for combination in product])
-
-
-def test_states_divided_over_groups_or_over_all_ranks_equal_one_process():
-    factors = {"stage": [1, 2, 3], "optimizer_over": ["all", "group"], "num_micro_batches": [1, 3]}
-    factors |= {"sizes": [(4, 2), (2, 1)], "overlap": [True, False], "dtype": [torch.float64, torch.float32]}
-    factors |= {"overlap_gather": [False, True], "accumulate": ["reduce", "local"], "defragment": [True, False]}
-    assert_equal_one_process([case_of(name="toy", bucket_numel=1500, **c) for c in pairwise(**factors)])

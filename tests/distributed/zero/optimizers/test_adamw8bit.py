@@ -79,7 +79,7 @@ def moments_of(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> dict[tuple[
     assert isinstance(inner, AdamW8bit)
     for flat in model.flats:
         for bucket in flat.buckets:
-            spans = flat.layout.spans_in(bucket.shard)
+            spans = flat.layout.spans_in(bucket.ranges.own)
             for piece, (span, _) in zip(optimizer.pieces_of(bucket), spans, strict=True):
                 state = inner.state[piece.param]
                 for name, is_signed in SIGNED.items():

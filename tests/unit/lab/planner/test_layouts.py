@@ -7,7 +7,7 @@ import pytest
 
 from gpt.builder.activation_store import block_sum_bytes
 from gpt.builder.closed_forms import parameters_of_rank
-from gpt.builder.train_state import build_mesh
+from gpt.builder.train_state import blocks_on, build_mesh
 from gpt.settings.parser import parse_settings
 from gpt.shape.flops import hardware_flops
 from lab.dryrun.dry_run import DEVICE, dry_run
@@ -27,7 +27,6 @@ from lab.planner.layouts import (
 from lab.planner.search import Search
 from parallel.memory_kinds import TensorKind
 from parallel.world import imitated_world
-from zero.formulas import memory
 from zero.formulas.memory import ModelStates
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -189,7 +188,6 @@ def test_closed_forms_and_dry_runs_agree_on_what_other_sums_hold(stage, shard_si
         most.append(max(held[TensorKind.GRADIENTS] for _, held in found.memory.states()))
     assert dry[1] - dry[0] == planned[1] - planned[0] > 0
     numel = sum(flat.layout.numel for flat in found.state.model.flats)
-    policy, blocks = settings.zero.policy, settings.zero.leaf_blocks
-    sums = memory.block_sum_bytes(policy, numel, found.state.model.levels.sizes, blocks)
+    sums = blocks_on(settings, found.state.mesh.data).kept_bytes(4 * numel)
     assert most[1] - most[0] == sums
     assert (sums > 0) == (LAYOUT in option)

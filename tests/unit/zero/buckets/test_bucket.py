@@ -1,4 +1,4 @@
-"""The gradients of one bucket: staged in memory that is not initialized, reduced whole, added to the owned shard."""
+"""The gradients of one bucket: staged in memory that is not initialized, reduced whole, added to the sum."""
 
 from dataclasses import replace
 
@@ -8,9 +8,12 @@ from torch import Tensor, nn
 
 from parallel.memory_kinds import TensorKind
 from parallel.mesh import Axis, Work
-from zero.buckets.grad_shard import BucketRanges, GradShard, Held, scale_into
+from zero.buckets.bucket_gradient import BucketGradient
+from zero.buckets.gradient_sum import scale_into
+from zero.buckets.transport import Direct
 from zero.memory.placement import Offload, device_allocator
 from zero.memory.staging import BufferPool
+from zero.partition.layout import Ranges
 from zero.partition.stage import STAGES, GradientTypes, Lifetime, ShardingPolicy
 
 CPU, FP32 = torch.device("cpu"), torch.float32
@@ -23,13 +26,20 @@ def pool_of_nan() -> BufferPool:
     return pool
 
 
-def grad_shard(policy: ShardingPolicy) -> tuple[GradShard, nn.Parameter, nn.Parameter]:
+class Alone(Direct):
+    """The first of two ranks, whose gradients in fp32 are added twice."""
+
+    def scale(self, dtype: torch.dtype) -> float:
+        return 2.0
+
+
+def bucket_gradient(policy: ShardingPolicy) -> tuple[BucketGradient, nn.Parameter, nn.Parameter]:
     """Make a bucket of two parameters, of 3 and 4 elements, with a gap after each."""
     first, second = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(4))
     parts = {first: range(100, 103), second: range(104, 108)}
-    ranges = BucketRanges(range(100, 110), range(100, 105), range(100, 105), parts, [range(103, 104), range(108, 110)])
-    levels = policy.levels(Axis.trivial("data"))
-    grads = GradShard(ranges, GradientTypes(FP32, FP32), policy, levels, Offload(CPU))
+    transport = Alone(Axis.trivial("data")).bind(Ranges(range(100, 110), range(100, 105), range(100, 105)))
+    gaps, types = [range(103, 104), range(108, 110)], GradientTypes(FP32, FP32)
+    grads = BucketGradient(transport, parts, gaps, types, policy, Offload(CPU))
     if grads.staged is not None:
         grads.staged.fill_(torch.nan)
     return grads, first, second
@@ -37,37 +47,35 @@ def grad_shard(policy: ShardingPolicy) -> tuple[GradShard, nn.Parameter, nn.Para
 
 @pytest.mark.parametrize("policy", STAGES.values(), ids=STAGES)
 def test_a_bucket_is_zero_where_no_gradient_was_written(policy):
-    grads, first, second = grad_shard(policy)
+    grads, first, second = bucket_gradient(policy)
     pool = pool_of_nan()
     for _ in range(2):
-        grads.write(second, torch.arange(1.0, 5.0), 2.0, pool)
+        grads.write(second, torch.arange(1.0, 5.0), pool)
         assert grads.finish(pool).tolist() == [0, 0, 0, 0, 2, 4, 6, 8, 0, 0]
         grads.staged.fill_(torch.nan)
         grads.unstage(pool)
-    grads.write(first, torch.ones(3), 0.5, pool)
-    grads.write(first, torch.ones(3), 0.5, pool)
-    assert grads.finish(pool).tolist() == [1, 1, 1, 0, 0, 0, 0, 0, 0, 0]
+    grads.write(first, torch.ones(3), pool)
+    grads.write(first, torch.ones(3), pool)
+    assert grads.finish(pool).tolist() == [4, 4, 4, 0, 0, 0, 0, 0, 0, 0]
 
 
-def reduced(grads: GradShard, param: nn.Parameter, value: float, pool: BufferPool) -> Tensor:
-    """Stage a gradient, and move it to the owned shard as if it had been reduced; return the owned shard."""
-    grads.write(param, torch.full((param.numel(),), value), 1.0, pool)
-    grads.finish(pool)
-    grads.accumulate(grads.message_shard, grads.group_shard, scale=1.0, adds=grads.held is Held.SUM)
-    grads.held = Held.SUM
+def reduced(grads: BucketGradient, param: nn.Parameter, value: float, pool: BufferPool) -> Tensor:
+    """Stage a gradient, and give a part of the message to the sum as if it had been reduced; return what is owned."""
+    grads.write(param, torch.full((param.numel(),), value), pool)
+    grads.total.add(grads.finish(pool)[:5], 0.5, is_last=False)
     grads.unstage(pool)
-    return grads.owned
+    return grads.own
 
 
 @pytest.mark.parametrize("lifetime", Lifetime)
-def test_the_owned_shard_is_the_sum_of_all_reductions_since_it_was_freed(lifetime):
-    grads, first, _ = grad_shard(replace(STAGES[2], owned_grads=lifetime))
+def test_the_sum_is_that_of_all_reductions_since_it_was_freed(lifetime):
+    grads, first, _ = bucket_gradient(replace(STAGES[2], owned_grads=lifetime))
     pool = pool_of_nan()
     for _ in range(2):
-        assert (grads.owned.untyped_storage().nbytes() == 0) == (lifetime is Lifetime.TRANSIENT)
+        assert (grads.own.untyped_storage().nbytes() == 0) == (lifetime is Lifetime.TRANSIENT)
         assert reduced(grads, first, 3.0, pool).tolist() == [3, 3, 3, 0, 0]
         assert reduced(grads, first, 4.0, pool).tolist() == [7, 7, 7, 0, 0]
-        grads.free_owned()
+        grads.free()
 
 
 def test_a_product_of_another_type_is_rounded_once_and_does_not_overflow():

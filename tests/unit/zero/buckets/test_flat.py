@@ -11,6 +11,7 @@ from parallel.comm_log import CommLog
 from parallel.mesh import Axis, Work
 from zero.buckets.flat import FlatContext, FlatParameters, absent, is_absent
 from zero.buckets.guarded_parameter import ParameterGuard
+from zero.buckets.transport import Direct
 from zero.buckets.weight_codes import WeightScales
 from zero.memory.placement import Offload
 from zero.memory.streams import SideStream
@@ -48,9 +49,9 @@ def flat_parameters(lifetime: Lifetime, reads: NotedReads | None = None) -> Flat
     params = {"first": nn.Parameter(half.view(4, 8).clone()), "second": nn.Parameter(half.clone())}
     guard = ParameterGuard({param: name for name, param in params.items()}, reads or NotedReads())
     config, device = ZeroConfig(3), torch.device("cpu")
-    levels = config.policy.levels(LateAxis("data", 2, 0, CommLog()))
-    context = FlatContext(config, levels, 32, Offload(device), guard, SideStream(device), WeightScales({}, device))
-    return FlatParameters(params, lifetime, attrgetter("data"), context)
+    transport = Direct(LateAxis("data", 2, 0, CommLog())).open(device)
+    context = FlatContext(config, 32, Offload(device), guard, SideStream(device), WeightScales({}, device))
+    return FlatParameters(params, lifetime, attrgetter("data"), transport, context)
 
 
 def test_reshard_waits_for_running_gathers_before_it_frees_the_buffer():
@@ -82,7 +83,7 @@ def test_what_is_written_to_unsharded_parameters_is_kept_by_the_owner():
     with torch.no_grad():
         second.add_(200.0)
     flat.watch_reads(False)
-    assert flat.buckets[1].params.owned.tolist() == flat.buckets[1].master.tolist() == [*range(200, 216)]
+    assert flat.buckets[1].params.own.tolist() == flat.buckets[1].master.tolist() == [*range(200, 216)]
 
 
 @pytest.mark.parametrize(

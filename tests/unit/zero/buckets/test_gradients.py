@@ -68,5 +68,6 @@ HOST = OffloadConfig("host", ("optimizer",))
     ],
 )
 def test_memory_is_staged_for_the_buckets_that_are_under_way(config, offload, staged_bytes, host_staged_bytes):
-    reductions = ZeroDataParallel(nn.Linear(16, 16), Axis.trivial("data"), config, offload=offload).reducer.reductions
-    assert (reductions.staging.num_bytes, reductions.host_staging.num_bytes) == (staged_bytes, host_staged_bytes)
+    model = ZeroDataParallel(nn.Linear(16, 16), Axis.trivial("data"), config, offload=offload)
+    for_host = model.offload.gradients.num_bytes
+    assert (model.reducer.reductions.staging.num_bytes, for_host) == (staged_bytes, host_staged_bytes)

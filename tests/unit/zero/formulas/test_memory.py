@@ -89,5 +89,5 @@ def test_parameters_that_persist_or_are_kept_are_gathered_less_often():
     inside, between = (3 * 1000 + 3 * (2 * 800 - 100) + 200) * 3 / 4, 2 * 1000 / 4 / 2  # once a step between groups
     assert found == (inside, between)
     over_all = replace(STAGES[3], optimizer=Division.ALL)
-    assert axis_bytes(over_all, 1000.0, (4, 2), 3, gradient_bytes=(2000.0, 4000.0))[1] == (2000 + 1000) / 4 / 2
+    assert axis_bytes(over_all, 1000.0, (4, 2), 3, gradient_bytes=(4000.0, 2000.0))[1] == (2000 + 1000) / 4 / 2
     assert [axis_sizes(STAGES[stage], 8, 4) for stage in (0, 3)] == [(1, 8), (4, 2)], "stage 0 divides nothing"

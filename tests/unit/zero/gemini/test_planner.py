@@ -147,7 +147,7 @@ def test_chunks_have_lengths_that_buckets_can_have(caplog: pytest.LogCaptureFixt
     offload = OffloadConfig("auto", accelerator_memory_gb=BUDGET / 1e9, **(CHUNKS | {"min_chunk_size_m": 90 / 2**20}))
     with caplog.at_level("INFO", "zero.engine"):
         model = ZeroDataParallel(Layers(), Axis.trivial("data"), ZeroConfig(3, alignment=256), offload=offload)
-    (numel,) = {len(bucket.elements) for bucket in model.buckets}
+    (numel,) = {len(bucket.ranges.elements) for bucket in model.buckets}
     assert caplog.messages == [f"offload: chunks of {numel} elements, 0 unfilled"]
 
 

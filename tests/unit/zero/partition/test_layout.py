@@ -11,6 +11,7 @@ from parallel.comm_log import CommLog
 from parallel.mesh import Axis
 from zero.partition.config import ZeroConfig
 from zero.partition.layout import ALIGNMENT, Layout, overlap
+from zero.transports.of_settings import transport_of
 
 SHAPES = st.lists(st.lists(st.integers(1, 40), max_size=3).map(torch.Size), min_size=1, max_size=8)
 LAYOUTS = st.builds(
@@ -49,9 +50,9 @@ def test_buckets_follow_each_other_and_hold_every_span(layout):
 @given(LAYOUTS)
 def test_the_shards_of_a_bucket_are_equal_aligned_and_cover_it(layout):
     for bucket in layout.buckets:
-        shards = [bucket.shard(rank) for rank in range(bucket.num_shards)]
+        shards = [bucket.ranges(rank).own for rank in range(bucket.num_shards)]
         assert elements_of(*shards) == list(bucket.elements)
-        assert {len(shard) for shard in shards} == {bucket.group_shard_numel}
+        assert {len(shard) for shard in shards} == {bucket.rest_numel}
         assert all(shard.start % ALIGNMENT == 0 for shard in shards)
 
 
@@ -64,7 +65,7 @@ def test_the_grain_of_buckets_is_the_least_that_cuts_each_shard_between_groups(g
         config = ZeroConfig(3, optimizer_over=over, sum_over_ranks=sums, alignment=alignment)
         shard = alignment * (num_groups if over == "all" else num_groups // gcd(alignment, num_groups))
         expected = group_size * (alignment if (over, sums) == ("group", "message") else shard)
-        assert config.grain(config.policy.levels(data)) == expected
+        assert transport_of(config, data).grain(alignment) == expected
 
 
 @given(LAYOUTS)
@@ -81,7 +82,7 @@ def test_a_known_layout():
     layout = Layout.of(shapes, num_shards=2, bucket_numel=40)
     assert [span.elements for span in layout.spans] == [range(35), range(48, 53), range(64, 65)]
     assert [bucket.elements for bucket in layout.buckets] == [range(64), range(64, 96)]
-    assert [bucket.shard(1) for bucket in layout.buckets] == [range(32, 64), range(80, 96)]
+    assert [bucket.ranges(1).own for bucket in layout.buckets] == [range(32, 64), range(80, 96)]
     assert list(layout.gaps(range(64))) == [range(35, 48), range(53, 64)]
 
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from parallel.mesh import Axis
-from zero.buckets.grad_shard import Held
 from zero.engine import ZeroDataParallel
 from zero.partition.config import ZeroConfig
 
@@ -55,7 +54,7 @@ def unsharded(model: ZeroDataParallel) -> list[str]:
 
 
 def reduced(model: ZeroDataParallel) -> list[bool]:
-    return [bucket.grads.held is not Held.NOTHING for bucket in model.buckets]
+    return [bucket.grads.total.has_sum for bucket in model.buckets]
 
 
 def test_a_layer_that_returns_a_function_stays_unsharded_until_the_step_or_the_next_forward():
@@ -143,4 +142,4 @@ def test_reads_and_writes_are_noticed_until_the_last_of_nested_contexts_ends():
             first.fill_(3.0)
             second.fill_(4.0)
     assert unsharded(model) == ["layers.0"]
-    assert [bucket.params.owned.max().item() for bucket in model.buckets[:2]] == [3.0, 4.0]
+    assert [bucket.params.own.max().item() for bucket in model.buckets[:2]] == [3.0, 4.0]

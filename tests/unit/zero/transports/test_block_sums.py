@@ -1,29 +1,22 @@
-"""The order in which leaves are added, simulated: the same for every number of units and of ranks in each."""
+"""The order in which micro-batches are added, simulated: the same for every number of units and of ranks in each."""
 
 import pytest
 import torch
 
-from parallel.comm_log import CommLog
-from parallel.mesh import Axis
 from parallel.validation.errors import ConfigError
-from zero.buckets.leaf_blocks import BlockSums, LeafOrder, check_blocks
-from zero.partition.config import ZeroConfig
-from zero.partition.stage import Levels
+from zero.transports.block_sums import Blocks, BlockSums, MicroBatchOrder
 
 
 def sum_of(values: list[torch.Tensor], num_blocks: int, num_units: int, unit_size: int) -> torch.Tensor:
-    """Return the sum of leaves as the ranks of groups, or groups of one, would add them."""
+    """Return the sum of terms as the ranks of groups, or groups of one, would add them."""
     of_unit = len(values) // num_units
     sums = []
     for unit in range(num_units):
-        inner, outer = Axis("shard", unit_size, 0, CommLog()), Axis("replica", num_units, unit, CommLog())
-        order = LeafOrder(
-            ZeroConfig(2, sum_over_ranks="leaves", leaf_blocks=num_blocks), Levels(inner, outer, inner, outer)
-        )
+        order = MicroBatchOrder(Blocks(unit_size, num_units, num_blocks), unit * unit_size)
         blocks, block = BlockSums(), None
         order.num_micro_batches = of_unit // unit_size
         for number, value in enumerate(values[unit * of_unit : (unit + 1) * of_unit]):
-            order.num_backwards = 1 + number // unit_size
+            order.number = 1 + number // unit_size
             if order.begins_block(number % unit_size):
                 blocks.push(block)
                 block = None
@@ -49,17 +42,13 @@ def test_units_of_any_size_add_in_the_same_order(num_leaves, num_blocks):
 
 
 def test_kept_gradients_of_parts_are_not_added_by_groups():
-    inner, outer = Axis("shard", 2, 0, CommLog()), Axis("replica", 2, 0, CommLog())
-    for stage, accumulate in ((1, "reduce"), (3, "local")):
-        config = ZeroConfig(stage, accumulate=accumulate, sum_over_ranks="leaves", leaf_blocks=2, leaf_parts=2)
-        with pytest.raises(ConfigError, match=r"leaf_parts=2 .* 2 groups of 2 ranks.*accumulate=reduce"):
-            check_blocks(config, Levels(inner, outer, inner, outer))
+    with pytest.raises(ConfigError, match=r"leaf_parts=2 .* 2 groups of 2 ranks.*accumulate=reduce"):
+        Blocks(2, 2, num_blocks=2, num_parts=2, keeps_full=True).check()
 
 
 def test_blocks_need_the_number_of_micro_batches():
-    alone = Axis.trivial("data")
-    order = LeafOrder(ZeroConfig(1, sum_over_ranks="leaves", leaf_blocks=4), Levels(alone, alone, alone, alone))
-    order.num_backwards = 2
+    order = MicroBatchOrder(Blocks(1, 1, num_blocks=4, keeps_full=True), 0)
+    order.number = 2
     with pytest.raises(ValueError, match=r"None were announced; enter `model\.accumulate"):
         order.begins_block()
     order.num_micro_batches = 3

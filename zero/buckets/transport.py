@@ -1,0 +1,225 @@
+"""Transports: how parameters and gradients go between the ranks that own a bucket and all that compute with it.
+
+Everything that is sent of a bucket goes by its transport; the rest of this room asks it and sends nothing itself. A
+transport is described once, for all parameters or for some of them. An engine opens a copy of the description, and
+binds a copy of that to each bucket.
+
+    parameters    own of each owner -- publish, once an update --> rest -- gather, whenever they are used --> full
+    gradients     message, of all elements -- reduce, in each micro-batch that reduces --> the sum, of rest or own
+
+`elements`, `rest` and `own` are the ranges of zero/partition/layout.py. `Direct` and `AllReduce` are plain ZeRO and
+plain data parallelism; other transports are in zero/transports/.
+"""
+
+import math
+from collections.abc import Callable, Collection
+from copy import copy
+from functools import partial
+from typing import TYPE_CHECKING, Self
+
+import torch
+from torch import Tensor, nn
+
+from parallel.mesh import Axis, Work
+from zero.memory.streams import SideStream
+from zero.partition.layout import Ranges
+
+if TYPE_CHECKING:
+    from zero.buckets.gradient_sum import GradientSum
+
+
+class Transport:
+    """The messages of the buckets of some parameters; the ranks of `axis` call all methods in the same order.
+
+    A method launches on the current stream and returns a `Work`, which is waited for once, on the computation's
+    stream, in the order of launches. `gather` and `publish` may be called on a side stream: they allocate nothing,
+    because memory returns to the stream that has allocated it.
+    """
+
+    axis: Axis
+    """All ranks that compute with the same parameters: the first one has their initial values."""
+    gathered_along: Axis
+    """The ranks that have all elements of a bucket together, each what it keeps at rest."""
+    owners: Axis
+    """The ranks that own all elements of a bucket together."""
+    replicas: Axis
+    """The ranks that own the same elements as this one."""
+    counted: Axis
+    """The ranks along which squares of own gradients are added to the norm of these parameters: the owners, and ranks
+    that have others in their place, as experts are."""
+    reduced_along: tuple[Axis, ...]
+    """The axes of the messages of gradients."""
+    num_ranks: int
+    """The divisor of a sum of gradients: the ranks whose losses make up the mean."""
+    stages: Collection[int] = (1, 2, 3)
+    """The stages whose division of states is that of this transport."""
+    num_shards: int
+    num_parts = 1
+    """A bucket is cut into shards for what ranks keep, and a shard into parts for what they own."""
+    alignment = 1
+    """Parameters and parts of buckets begin at multiples of this many elements."""
+    adds_means = True
+    """True if what is kept between the micro-batches of a step is a mean over ranks, to which one more is added."""
+    is_exact = False
+    """True if the sum of gradients has the same bits on any number of ranks; the norm then has too."""
+    ranges: Ranges
+    """Of the bucket, once it is bound."""
+    _sums: SideStream
+    """Where kernels add up what was received, once it is opened."""
+
+    def __init__(self, axis: Axis, *, num_ranks: int | None = None, counted: Axis | None = None, in_fp32: bool = False):
+        """`in_fp32`: messages in half precision are added in fp32 and rounded once, over any backend."""
+        self.axis, self.num_ranks, self.in_fp32 = axis, num_ranks or axis.size, in_fp32
+        self.gathered_along = self.owners = axis
+        self.counted, self.replicas = counted or axis, axis.without_peers()
+        self.reduced_along, self.num_shards = (axis,), axis.size
+
+    @property
+    def name(self) -> str:
+        """The name of the transport in errors."""
+        return type(self).__name__
+
+    def grain(self, alignment: int) -> int:
+        """Return the number of elements of which every bucket has a multiple."""
+        return self.num_shards * self.num_parts * alignment
+
+    def open(self, device: torch.device) -> Self:
+        """Return a copy for one engine, with streams and counters that its buckets share."""
+        opened = copy(self)
+        opened._sums = SideStream(device)
+        return opened
+
+    def bind(self, ranges: Ranges) -> Self:
+        """Return a copy for one bucket, with memory of its own."""
+        bound = copy(self)
+        bound.ranges = ranges
+        return bound
+
+    # Parameters
+
+    def publish(self, own: Tensor, rest: Tensor) -> Work:
+        """Send updated parameters to all ranks that keep them; `own` is a view of `rest`. Not called if they are equal.
+
+        Wait before anything else reads or writes `rest`.
+        """
+        raise NotImplementedError
+
+    def gather(self, rest: Tensor, full: Tensor) -> Work:
+        """Fill `full`, of any type, with what all ranks have at rest; `rest` may be its own place in `full`."""
+        raise NotImplementedError
+
+    # Gradients
+
+    def scale(self, dtype: torch.dtype) -> float:
+        """Return the factor by which gradients are multiplied when they are written to a message of this type.
+
+        fp16 holds 5e-8 to 65504: a sum over many ranks may overflow, and a term of their mean may become zero.
+        """
+        return self.num_ranks**-0.5 if dtype is torch.float16 else 1.0
+
+    def factor(self, dtype: torch.dtype) -> float:
+        """Return the factor that makes the sum of messages a mean over ranks. The product of both factors is 1/N."""
+        return 1 / (self.num_ranks * self.scale(dtype))
+
+    def begin_backward(self, number: int, num_micro_batches: int | None) -> bool:
+        """Note backward `number`, from 1 on, of a step of this many, if it is known.
+
+        Return True if full gradients that persist begin anew in it: `keep` is called with those of before.
+        """
+        return False
+
+    def keep(self, full: Tensor) -> None:
+        """Keep full gradients of earlier micro-batches, which are overwritten afterwards."""
+        raise NotImplementedError
+
+    def holds_memory(self, dtype: torch.dtype) -> bool:
+        """Return whether a reduction holds memory as long as its message, or its wait launches messages.
+
+        An older reduction is then waited for before the next one, at the same places on all ranks.
+        """
+        return any(axis.takes_receive_buffers or self._adds(axis, dtype) for axis in self.reduced_along)
+
+    def reduce(self, message: Tensor, total: "GradientSum", *, is_last: bool) -> Work:
+        """Launch the reduction of a bucket's full gradients, which may be overwritten; its wait gives them to `total`.
+
+        `is_last`: of a step, after which `total` has the mean. Nothing reads or writes `total` before the wait.
+        """
+        raise NotImplementedError
+
+    def reset(self) -> None:
+        """Forget the gradients of the step that has ended or broken off."""
+
+    def close(self) -> None:
+        """Free memory that is held between steps only to save allocations."""
+        for axis in self.reduced_along:
+            axis.pairwise.received.clear()
+
+    def check_several_gradients(self) -> None:
+        """Raise ValueError if several gradients of a parameter in one backward may be rounded apart."""
+
+    def check_missing_backward(self) -> None:
+        """Raise ValueError if a step cannot end whose last backward reached no parameter."""
+
+    def most_rounding_ranks(self, dtype: torch.dtype) -> int:
+        """Return the number of ranks along which a backend adds messages of this type and rounds at each of them."""
+        rounding = [axis.size for axis in self.reduced_along if axis.rounds_at_each_rank(dtype)]
+        return max(rounding, default=1) if not (self.in_fp32 or self.is_exact) else 1
+
+    def _adds(self, axis: Axis, dtype: torch.dtype) -> bool:
+        """Return whether a kernel adds up what a reduction in this type receives along the axis."""
+        return self.in_fp32 and axis.rounds_at_each_rank(dtype)
+
+
+class Direct(Transport):
+    """The ranks of an axis divide each bucket: a reduce-scatter and an all-gather for each (paper, section 5)."""
+
+    def gather(self, rest: Tensor, full: Tensor) -> Work:
+        return self.axis.all_gather(rest, out=full)
+
+    def reduce(self, message: Tensor, total: "GradientSum", *, is_last: bool) -> Work:
+        own = self.ranges.of_bucket(message, self.ranges.own)
+        reduced = self.axis.reduce_scatter(message, out=own, in_fp32=self.in_fp32)
+        if self._adds(self.axis, message.dtype):
+            reduced = self._sums.launch_after(reduced, self._sums.device_work)
+        return after(reduced, partial(total.add, own, self.factor(message.dtype), is_last=is_last))
+
+
+class AllReduce(Transport):
+    """Every rank of an axis has all of a bucket and its states: an all-reduce for each."""
+
+    stages = (0,)
+
+    def __init__(self, axis: Axis, *, num_ranks: int | None = None, counted: Axis | None = None, in_fp32: bool = False):
+        alone = axis.without_peers()
+        super().__init__(axis, num_ranks=num_ranks, counted=counted or alone, in_fp32=in_fp32)
+        self.gathered_along = self.owners = alone
+        self.replicas, self.num_shards = axis, 1
+
+    def grain(self, alignment: int) -> int:
+        return math.lcm(alignment, self.axis.size if self.in_fp32 else 1)  # in fp32 it begins with a reduce-scatter
+
+    def gather(self, rest: Tensor, full: Tensor) -> Work:
+        full.copy_(rest)  # returns early if both are the same memory
+        return Work()
+
+    def reduce(self, message: Tensor, total: "GradientSum", *, is_last: bool) -> Work:
+        reduced = all_reduce(self.axis, message, self._sums, in_fp32=self._adds(self.axis, message.dtype))
+        return after(reduced, partial(total.add, message, self.factor(message.dtype), is_last=is_last))
+
+
+TransportOf = Callable[[str, nn.Parameter], Transport]
+"""The transport of each parameter, given its name."""
+
+
+def all_reduce(axis: Axis, message: Tensor, sums: SideStream, *, in_fp32: bool) -> Work:
+    """All-reduce a message in place; `in_fp32`: by a reduce-scatter whose sums run on `sums`, and an all-gather."""
+    if not in_fp32:
+        return axis.all_reduce(message, out=message)
+    part = message.chunk(axis.size)[axis.rank]
+    reduced = axis.reduce_scatter(message, out=part, in_fp32=True)
+    return sums.launch_after(reduced, partial(axis.all_gather, part, out=message))
+
+
+def after(work: Work, step: Callable[[], object]) -> Work:
+    """Return a `Work` on `work` and a step that reads its result, on the stream that waits."""
+    return Work(work.wait, step)

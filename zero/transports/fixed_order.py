@@ -1,0 +1,114 @@
+"""Sums of gradients whose bits no number of ranks changes: the gradients of all micro-batches are added in one order.
+
+The term of micro-batch j on rank r of N, in the type of messages, has number j N + r in its step.
+
+in each micro-batch              message -> exchange -> term after term added to the sum, in fp32
+and in the last one of a step    sums of groups -> exchange -> added along a tree -> times 1 / number of terms, the only
+                                 factor -> own
+
+A rank that keeps full gradients has consecutive terms, which are added in these: zero/transports/block_sums.py.
+"""
+
+from functools import partial
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from parallel.memory_kinds import TensorKind
+from parallel.mesh import Axis, Work
+from zero.buckets.gradient_sum import GradientSum
+from zero.memory.placement import device_allocator
+from zero.partition.layout import NORM_BLOCK, Ranges
+from zero.transports.block_sums import Blocks, BlockSums, MicroBatchOrder
+from zero.transports.two_level import TwoLevel
+
+
+class FixedOrder(TwoLevel):
+    """One or two levels, or an all-reduce (an inner axis of one rank), whose sums have a fixed order.
+
+    The gradient is the mean over all micro-batches of a step: losses are not divided by their number. Raises
+    ConfigError if the blocks cannot be divided over the ranks that add them.
+    """
+
+    stages = (0, 1, 2, 3)
+    alignment = NORM_BLOCK
+    is_exact = True
+    _order: MicroBatchOrder  # of the engine
+    _sums_of_blocks: BlockSums  # of the bucket
+
+    def __init__(self, data: Axis, inner: Axis, outer: Axis, blocks: Blocks, *, over_all: bool = False):
+        super().__init__(data, inner, outer, over_all=over_all, cuts_rest=True)
+        blocks.check()
+        self.blocks = blocks
+
+    def open(self, device: torch.device) -> Self:
+        opened = super().open(device)
+        rank = self.outer.rank * self.inner.size + self.inner.rank
+        opened._order = MicroBatchOrder(self.blocks, rank)
+        return opened
+
+    def bind(self, ranges: Ranges) -> Self:
+        bound = super().bind(ranges)
+        bound._sums_of_blocks = BlockSums()
+        return bound
+
+    def scale(self, dtype: torch.dtype) -> float:
+        return 1.0
+
+    def begin_backward(self, number: int, num_micro_batches: int | None) -> bool:
+        self._order.number, self._order.num_micro_batches = number, num_micro_batches
+        return self.blocks.keeps_full and self._order.begins_block()
+
+    def keep(self, full: Tensor) -> None:
+        copy = device_allocator(full.device, TensorKind.GRADIENTS)(full.numel(), full.dtype)
+        self._sums_of_blocks.push(copy.copy_(full))
+
+    def holds_memory(self, dtype: torch.dtype) -> bool:
+        return True
+
+    def reduce(self, message: Tensor, total: GradientSum, *, is_last: bool) -> Work:
+        if self.blocks.keeps_full:
+            self._sums_of_blocks.add_to(message)
+        return self.inner.exchange(message, partial(self._add, total, is_last))
+
+    def reset(self) -> None:
+        self._sums_of_blocks.clear()
+
+    def check_several_gradients(self) -> None:
+        raise ValueError("ZeroConfig.sum_over_ranks=leaves: a parameter gets one gradient; set use_reentrant=False")
+
+    def check_missing_backward(self) -> None:
+        raise ValueError(
+            "the last micro-batch of a step must reach a parameter, outside of `model.accumulate()`, with "
+            "ZeroConfig.sum_over_ranks=leaves; choose sum_over_ranks=message"
+        )
+
+    def _add(self, total: GradientSum, is_last: bool, terms: Tensor) -> None:
+        """Add what the ranks of the group have sent, (ranks, n): terms, or sums of blocks of them."""
+        has_sum = total.has_sum
+        with total.summed_here(is_last=is_last) as rest:
+            if self.blocks.keeps_full:
+                rest.copy_(self._order.total(terms))
+            else:
+                self._add_in_order(terms, rest, has_sum)
+            if is_last:
+                self._add_groups(self._sums_of_blocks.add_to(rest))
+                rest.mul_(self._order.factor)
+
+    def _add_in_order(self, terms: Tensor, rest: Tensor, has_sum: bool) -> None:
+        """Add terms, (ranks, n), one after the other, to the sum of their block; at the end blocks to each other."""
+        for rank, term in enumerate(terms.unbind()):
+            if self._order.begins_block(rank):
+                self.keep(rest)
+                has_sum = False
+            # The first one is written: an added zero would turn -0.0 to 0.0.
+            rest.add_(term) if has_sum else rest.copy_(term)
+            has_sum = True
+
+    def _add_groups(self, rest: Tensor) -> None:
+        """Add the sums of groups along the tree: each rank a part of `rest`, which it owns or sends to replicas."""
+        part = rest.chunk(self.outer.size)[self.outer.rank]
+        self.outer.exchange(rest, lambda sums: part.copy_(self._order.total(sums))).wait()
+        if self.num_parts == 1:
+            self.outer.all_gather(part, out=rest).wait()

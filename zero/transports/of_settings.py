@@ -1,0 +1,49 @@
+"""The transport that settings stand for."""
+
+from typing import TYPE_CHECKING
+
+from parallel.mesh import Axis
+from zero.buckets.transport import AllReduce, Direct, Transport
+from zero.partition.config import ZeroConfig
+from zero.partition.stage import Division, Lifetime, ShardingPolicy
+
+if TYPE_CHECKING:
+    from zero.transports.block_sums import Blocks
+
+
+def transport_of(config: ZeroConfig, data: Axis) -> Transport:
+    """Return the transport of all parameters over `data`, whose parts, if it has some, are groups of ranks.
+
+    Raises ConfigError if blocks of micro-batches cannot be divided over the ranks.
+    """
+    inner, outer = levels_of(config.policy, data)
+    over_all, in_fp32 = config.policy.optimizer is Division.ALL, config.sum_over_ranks == "fp32"
+    if config.fixes_order:
+        from zero.transports.fixed_order import FixedOrder
+
+        return FixedOrder(data, inner, outer, blocks_of(config, inner.size, outer.size), over_all=over_all)
+    if not config.policy.divides_optimizer:
+        return AllReduce(data, in_fp32=in_fp32)
+    if outer.size == 1:
+        return Direct(inner, in_fp32=in_fp32)
+    from zero.transports.two_level import TwoLevel
+
+    return TwoLevel(data, inner, outer, over_all=over_all, in_fp32=in_fp32)
+
+
+def levels_of(policy: ShardingPolicy, data: Axis) -> tuple[Axis, Axis]:
+    """Return the axis of the ranks of a group, which divide the states, and that of the groups."""
+    alone = data.without_peers()
+    if not policy.divides_optimizer:
+        return alone, data
+    return data.parts or (data, alone)
+
+
+def blocks_of(config: ZeroConfig, group_size: int, num_groups: int) -> "Blocks":
+    """Return the blocks of a step's micro-batches if their order is fixed; else a single one, of one unit."""
+    from zero.transports.block_sums import Blocks
+
+    if not config.fixes_order:
+        return Blocks(1, 1)
+    keeps_full = config.policy.full_grads is Lifetime.PERSISTENT
+    return Blocks(group_size, num_groups, config.leaf_blocks, config.leaf_parts, keeps_full)

@@ -1,0 +1,92 @@
+"""Groups of ranks that divide the states, such as nodes, and replicate each other: two axes for one bucket.
+
+in each micro-batch but the last    message -> reduce-scatter in the group -> added to the sum, undivided
+and in the last one of a step       message -> the same, + the sum -> reduced between groups -> times 1/N -> own
+
+Along the inner axis first: then a rank sends only what it keeps between groups, and only once a step. Between groups,
+the ranks that own the same elements all-reduce them; if they own a part each, they reduce-scatter them, and gather
+updated parameters between groups once a step.
+"""
+
+import math
+from functools import partial
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from parallel.mesh import Axis, Work
+from zero.buckets.gradient_sum import GradientSum
+from zero.buckets.transport import Transport, after, all_reduce
+from zero.memory.streams import SideStream
+
+
+class TwoLevel(Transport):
+    """The ranks of `inner` divide each bucket for what they keep of it, and `owners` for what they update.
+
+    `outer` has the ranks at the same place of every group, and `data` all of them. Owners are those of `inner`, or,
+    with `over_all`, all ranks.
+    """
+
+    adds_means = False
+    _between_groups: SideStream
+
+    def __init__(
+        self,
+        data: Axis,
+        inner: Axis,
+        outer: Axis,
+        *,
+        over_all: bool = False,
+        in_fp32: bool = False,
+        cuts_rest: bool = False,
+    ):
+        """`cuts_rest`: buckets have a grain at which replicas can cut what they keep into equal parts."""
+        super().__init__(data, in_fp32=in_fp32)
+        # An all-reduce in fp32 begins with a reduce-scatter.
+        self._num_cuts = outer.size if in_fp32 or cuts_rest else 1
+        self.inner, self.outer = inner, outer
+        self.gathered_along, self.reduced_along = inner, (inner, outer)
+        self.owners = self.counted = data if over_all else inner
+        self.replicas = data.without_peers() if over_all else outer
+        self.num_shards, self.num_parts = inner.size, outer.size if over_all else 1
+
+    def grain(self, alignment: int) -> int:
+        return self.num_shards * math.lcm(self.num_parts * alignment, self._num_cuts)
+
+    def open(self, device: torch.device) -> Self:
+        opened = super().open(device)
+        opened._between_groups = SideStream(device)
+        return opened
+
+    def publish(self, own: Tensor, rest: Tensor) -> Work:
+        return self.outer.all_gather(own, out=rest)
+
+    def gather(self, rest: Tensor, full: Tensor) -> Work:
+        return self.inner.all_gather(rest, out=full)
+
+    def reduce(self, message: Tensor, total: GradientSum, *, is_last: bool) -> Work:
+        rest, dtype = self.ranges.of_bucket(message, self.ranges.rest), message.dtype
+        reduced = self.inner.reduce_scatter(message, out=rest, in_fp32=self.in_fp32)
+        if is_last:
+            if self._adds(self.outer, dtype):  # allocated on the side stream, no forward could use its memory later
+                self.outer.pairwise.received.prepare(rest)
+            # Behind the first on a stream of its own: launched by the computation, it would wait for the computation.
+            between = self._between_groups.launch_after(reduced, partial(self._reduce_between_groups, rest, total))
+            own = self.ranges.own_of(rest)
+            return after(between, partial(total.set_mean, own, self.factor(dtype)))
+        if self._adds(self.inner, dtype):
+            reduced = self._sums.launch_after(reduced, self._sums.device_work)
+        return after(reduced, partial(total.add, rest, 1.0, is_last=False))
+
+    def _reduce_between_groups(self, rest: Tensor, total: GradientSum) -> Work:
+        """Reduce the group's message, with the sum of its earlier micro-batches, in the type of messages."""
+        if total.has_sum:
+            with total.on_accelerator(self._between_groups.device_work) as earlier:
+                rest.add_(earlier)  # in the type of the sum, and then rounded to that of messages
+        in_fp32 = self._adds(self.outer, rest.dtype)
+        if self.num_parts == 1:
+            return all_reduce(self.outer, rest, self._sums, in_fp32=in_fp32)
+        reduced = self.outer.reduce_scatter(rest, out=self.ranges.own_of(rest), in_fp32=self.in_fp32)
+        # On a stream of its own: behind it on this one, the next bucket's reduction in the group would wait.
+        return self._sums.launch_after(reduced, self._sums.device_work) if in_fp32 else reduced
