@@ -17,6 +17,7 @@ _MODULES = {
     "parallel.world": "start_world stop_world",
     "zero.activations.checkpointed_blocks": "ActivationsConfig checkpointed_blocks",
     "zero.buckets.guarded_parameter": "GradientAccessError ShardedParameterError",
+    "zero.buckets.transport": "AllReduce Direct Transport",
     "zero.dcp.folder": "load_distributed",
     "zero.dcp.state": "DistributedState",
     "zero.engine": "ZeroDataParallel",
@@ -34,6 +35,7 @@ _MODULES = {
     "zero.state.export": "export full_state_dict",
     "zero.state.writer": "SaveError",
     "zero.step.loss_scale": "LossScale SkippedStepsError",
+    "zero.transports.two_level": "TwoLevel",
     "zero.uneven": "join",
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
@@ -53,6 +55,9 @@ if TYPE_CHECKING:  # the same names, for type checkers and editors
     from zero.activations.checkpointed_blocks import checkpointed_blocks as checkpointed_blocks
     from zero.buckets.guarded_parameter import GradientAccessError as GradientAccessError
     from zero.buckets.guarded_parameter import ShardedParameterError as ShardedParameterError
+    from zero.buckets.transport import AllReduce as AllReduce
+    from zero.buckets.transport import Direct as Direct
+    from zero.buckets.transport import Transport as Transport
     from zero.dcp.folder import load_distributed as load_distributed
     from zero.dcp.state import DistributedState as DistributedState
     from zero.engine import ZeroDataParallel as ZeroDataParallel
@@ -75,6 +80,7 @@ if TYPE_CHECKING:  # the same names, for type checkers and editors
     from zero.state.writer import SaveError as SaveError
     from zero.step.loss_scale import LossScale as LossScale
     from zero.step.loss_scale import SkippedStepsError as SkippedStepsError
+    from zero.transports.two_level import TwoLevel as TwoLevel
     from zero.uneven import join as join
 
 

@@ -140,6 +140,10 @@ class ZeroDataParallel(nn.Module):
         """The axis of the ranks that own the same states. Raises ConfigError if parameters have several."""
         return self._transports.only().replicas
 
+    def check_one_division(self, what: str) -> None:
+        """Raise ConfigError if parameters are divided over different ranks, which `what` does not know."""
+        self._transports.only(what)
+
     @property
     def group_size(self) -> int:
         """The number of ranks that keep all elements together. Raises ConfigError if parameters have several."""
@@ -214,8 +218,8 @@ class ZeroDataParallel(nn.Module):
     def accumulate(self, num_micro_batches: int | None = None) -> AbstractContextManager[None]:
         """Accumulate gradients over the backwards inside this context; the first one after it completes the step.
 
-        Unlike with DDP's `no_sync`, each backward is still reduced if full gradients are transient. Blocks of
-        micro-batches (`ZeroConfig.leaf_blocks`) need the number of all of the step, the last one included.
+        Unlike with DDP's `no_sync`, each backward is still reduced if full gradients are transient. Some
+        transports need the number of all micro-batches of the step, the last one included.
         """
         if num_micro_batches is not None:
             self.reducer.expect(num_micro_batches)
@@ -423,6 +427,8 @@ class ZeroDataParallel(nn.Module):
         launch_order: LaunchOrder,
     ) -> None:
         """Create a unit for each module whose parameters are unsharded together; those that persist are the root's."""
+        if init:
+            self.check_one_division("ShardedInit")
         unshards = self.config.policy.full_params is Lifetime.TRANSIENT
         resident_numel = self.config.resident_numel if unshards else math.inf
         resident = {n: p for params in own.values() for n, p in params.items() if p.numel() < resident_numel}

@@ -24,7 +24,7 @@ from zero.memory.placement import Offload
 from zero.memory.staging import free_storage, restore_storage
 from zero.memory.streams import SideStream
 from zero.partition.config import ZeroConfig
-from zero.partition.layout import BucketRange, Layout, Slice, cut, overlap
+from zero.partition.layout import BucketRange, Slice, cut, overlap
 from zero.partition.stage import Lifetime
 
 
@@ -78,8 +78,7 @@ class FlatParameters:
         self.lifetime, self.transport, self._guard = lifetime, transport, context.guard
         shapes = {name: param.shape for name, param in params.items()}
         alignment, numel = context.alignment_of(transport), context.bucket_numel
-        num_shards, num_parts, grain = transport.num_shards, transport.num_parts, transport.grain(alignment)
-        self.layout = Layout.of(shapes, num_shards, numel, alignment, num_parts, grain)
+        self.layout = transport.lay_out(shapes, numel, alignment)
         first = next(iter(params.values())).data
         full = first.new_zeros(self.layout.numel, dtype=context.dtype_of(first), device=context.offload.device)
         self.full = tagged(TensorKind.PARAMETERS, full)
@@ -266,8 +265,8 @@ class FlatParameters:
     def keep_writes(self) -> None:
         """Take over what this rank has written to its own shards of the full buffer, which must be unsharded.
 
-        If its group divides parameters, and all ranks the optimizer's states, what a rank alone writes outside the part
-        that it owns is seen by its group until the next update, which publishes the owners' values.
+        If ranks keep more than they own, what a rank alone writes outside its own part is seen by those that gather
+        from it until the next update, which publishes the owners' values.
         """
         for bucket in self.buckets:
             self._take_over(bucket, bucket.ranges.rest)

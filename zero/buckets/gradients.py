@@ -36,7 +36,6 @@ from enum import Enum
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
-import torch
 from torch import Tensor, nn
 
 from parallel.memory_kinds import TensorKind, tagged
@@ -49,8 +48,6 @@ from zero.order.agreement import LaunchOrder
 from zero.order.orders import Round
 from zero.partition.config import ZeroConfig
 from zero.partition.stage import Lifetime
-
-MAX_RANKS_IN_HALF = 64  # NCCL adds in the type of the message, and rounds at every rank
 
 
 class BackwardState(Enum):
@@ -116,7 +113,9 @@ class GradientReducer:
         offload: Offload,
     ):
         """`buckets`: the trainable ones, in the order of the layout; `transports`: those of the engine."""
-        _warn_of_rounding(buckets)
+        found = (bucket.transport.rounding_warning(bucket.grads.path.types.reduce) for bucket in buckets)
+        for text in dict.fromkeys(filter(None, found)):
+            warnings.warn(text, stacklevel=3)
         self._policy, self._launch_order = config.policy, launch_order
         self._marks_on_arrival = self._policy.full_params is Lifetime.PERSISTENT
         self._order = ReductionOrder(buckets)
@@ -277,16 +276,3 @@ class GradientReducer:
             for position, grads in self._order.take_complete():
                 self._launch_order.before_reduction(position)
                 self.reductions.launch(grads, is_last=self._last_backward_has_begun)
-
-
-def _warn_of_rounding(buckets: Sequence[Bucket]) -> None:
-    """Warn, on the first rank of the axes, if NCCL adds the gradients of many ranks in half precision."""
-    found = [(bucket.grads.transport, bucket.grads.path.types.reduce) for bucket in buckets]
-    transport, dtype = max(found, key=lambda each: each[0].most_rounding_ranks(each[1]), default=(None, torch.float32))
-    size = transport.most_rounding_ranks(dtype) if transport else 1
-    if transport and size > MAX_RANKS_IN_HALF and not any(axis.rank for axis in transport.reduced_along):
-        warnings.warn(
-            f"NCCL sums the gradients of {size} ranks in {dtype}, and rounds at each of them; choose "
-            "ZeroConfig.sum_over_ranks=fp32 with groups of ranks, or reduce_dtype=fp32 with twice the traffic",
-            stacklevel=4,
-        )

@@ -22,10 +22,12 @@ from torch import Tensor, nn
 
 from parallel.mesh import Axis, Work
 from zero.memory.streams import SideStream
-from zero.partition.layout import Ranges
+from zero.partition.layout import Layout, Ranges
 
 if TYPE_CHECKING:
     from zero.buckets.gradient_sum import GradientSum
+
+MAX_RANKS_IN_HALF = 64  # NCCL adds in the type of the message, and rounds at every rank
 
 
 class Transport:
@@ -82,6 +84,10 @@ class Transport:
     def grain(self, alignment: int) -> int:
         """Return the number of elements of which every bucket has a multiple."""
         return self.num_shards * self.num_parts * alignment
+
+    def lay_out(self, shapes: dict[str, torch.Size], bucket_numel: int, alignment: int) -> Layout:
+        """Return the layout of parameters in buckets; arithmetic that is the same on every rank."""
+        return Layout.of(shapes, self.num_shards, bucket_numel, alignment, self.num_parts, self.grain(alignment))
 
     def open(self, device: torch.device) -> Self:
         """Return a copy for one engine, with streams and counters that its buckets share."""
@@ -160,10 +166,16 @@ class Transport:
     def check_missing_backward(self) -> None:
         """Raise ValueError if a step cannot end whose last backward reached no parameter."""
 
-    def most_rounding_ranks(self, dtype: torch.dtype) -> int:
-        """Return the number of ranks along which a backend adds messages of this type and rounds at each of them."""
-        rounding = [axis.size for axis in self.reduced_along if axis.rounds_at_each_rank(dtype)]
-        return max(rounding, default=1) if not (self.in_fp32 or self.is_exact) else 1
+    def rounding_warning(self, dtype: torch.dtype) -> str | None:
+        """Return a warning, on the first rank, if NCCL adds many messages of this type and rounds at each rank."""
+        sizes = [axis.size for axis in self.reduced_along if axis.rounds_at_each_rank(dtype)]
+        adds_itself, is_first = self.in_fp32 or self.is_exact, not any(axis.rank for axis in self.reduced_along)
+        if adds_itself or not is_first or max(sizes, default=1) <= MAX_RANKS_IN_HALF:
+            return None
+        return (
+            f"NCCL sums the gradients of {max(sizes)} ranks in {dtype}, and rounds at each of them; choose "
+            "ZeroConfig.sum_over_ranks=fp32 with groups of ranks, or reduce_dtype=fp32 with twice the traffic"
+        )
 
     def _adds(self, axis: Axis, dtype: torch.dtype) -> bool:
         """Return whether a kernel adds up what a reduction in this type receives along the axis."""

@@ -78,6 +78,7 @@ def whole_weights(model: ZeroDataParallel, tensor: Axis, *, masters: bool = Fals
     and those that are split are gathered over `tensor`, the axis along which the model itself is split.
     """
     dims = split_dims(model.module)
+    model.check_one_division("whole weights")
     for flat in model.flats:
         for name, values in _unsharded(model, flat, masters=masters):
             if model.data.rank > 0:
@@ -94,7 +95,7 @@ def _unsharded(model: ZeroDataParallel, flat: FlatParameters, *, masters: bool) 
         return
     full = torch.empty_like(flat.full, dtype=flat.buckets[0].master.dtype)
     for bucket, of_bucket in zip(flat.buckets, flat.layout.buckets, strict=True):
-        for rank, shard in enumerate(flat.transport.owners.gather_by_rank(bucket.master.to(full.device))):
+        for rank, shard in enumerate(model.shard_axis.gather_by_rank(bucket.master.to(full.device))):
             cut(full, of_bucket.ranges(rank).own).copy_(shard)
     for span in flat.layout.spans:
         yield span.name, span.view(full)

@@ -54,11 +54,11 @@ class Transports:
             if own := {name: param for name, param in params.items() if self._of[param] is one}:
                 yield one, own
 
-    def only(self) -> Transport:
-        """Return the only transport. Raises ConfigError if parameters have several."""
+    def only(self, what: str = "this") -> Transport:
+        """Return the only transport. Raises ConfigError, for `what`, if parameters are divided over different ranks."""
         if len({(one.owners, one.replicas) for one in self.opened}) > 1:
             raise ConfigError(
-                f"parameters are divided over different ranks, by {' and '.join(one.name for one in self.opened)}, "
-                "and this needs one division for all of them; give ZeroDataParallel one `transport`"
+                f"parameters are divided over different ranks, by {' and '.join(one.name for one in self.opened)}, and "
+                f"{what} needs one division of all; give ZeroDataParallel one `transport`"
             )
         return self.opened[0]

@@ -2,12 +2,14 @@
 
 from functools import partial
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
 
 from lab.races.stream_checker import StreamError, streams_checked
 from parallel.mesh import Axis, Mesh
+from parallel.validation.errors import ConfigError
 from parallel.world import imitated_world
 from tests.checked_streams import run_checked
 from tests.distributed.zero.transports.conformance import (
@@ -16,10 +18,12 @@ from tests.distributed.zero.transports.conformance import (
     in_one_process,
     train_all,
     train_imitated,
+    wrapped,
 )
 from tests.distributed.zero.transports.eight_bit import EightBit
 from tests.pairwise import noting
 from tests.ranks import run_ranks
+from zero import ZeroConfig, ZeroDataParallel, full_state_dict, save
 from zero.buckets.gradient_sum import GradientPath, GradientSum
 from zero.buckets.transport import AllReduce, Direct, TransportOf
 from zero.memory.placement import Offload, OffloadConfig, Placement
@@ -156,6 +160,29 @@ def test_error_feedback_keeps_the_error_of_a_sum():
     for errors in run_ranks(2, sums_in_8_bits):
         assert errors[0] > 1e-3
         assert max(errors[100:]) < 4 * max(errors[:10])  # without it, 200 times the first
+
+
+def refusals() -> list[str]:
+    """Return what is said of a model whose parameters are divided over different ranks, by what does not know it."""
+    data = Mesh.create(tensor_size=1, shard_size=2).data
+    model, optimizer = wrapped(ROWS["along another axis"], 3, data)
+    found = []
+    for refused in (
+        partial(save, Path("unwritten"), model, optimizer),
+        model.state_dict,
+        partial(full_state_dict, model),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            refused()
+        found.append(str(caught.value))
+    with pytest.raises(ConfigError, match=r"stage=3 with transport AllReduce of scale; choose stage 0"):
+        ZeroDataParallel(model.unwrap(), data, ZeroConfig(3), transport=AllReduce(data))
+    return found
+
+
+def test_what_needs_one_division_refuses_several():
+    for found in run_ranks(4, refusals):
+        assert all("divided over different ranks, by Direct and Direct" in message for message in found)
 
 
 HALF = {
