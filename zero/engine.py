@@ -37,12 +37,11 @@ from zero.partition.layout import Slice
 from zero.partition.stage import Lifetime
 from zero.torch_ranks import AxisLike, as_axis
 from zero.transports.chosen import Transports
-from zero.transports.of_settings import transport_of
 from zero.units.access import UnitAccess
 from zero.units.hooks import Hook, ModuleHooks, PersistentHooks, hook_readers
 from zero.units.passes import Passes
 from zero.units.scheduler import Residency, UnitScheduler
-from zero.units.unit import Unit, assign_parameters, find_units, group_alike, named_units
+from zero.units.unit import Unit, assign_parameters, find_units, group_alike, in_order_of_use, named_units
 
 if TYPE_CHECKING:
     from zero.buckets.chunked_tensor import ChunkedTensor, ParameterChunks
@@ -100,8 +99,7 @@ class ZeroDataParallel(nn.Module):
         launch_order = LaunchOrder(config.policy.compared_axis(data), list(own))
         self._access = UnitAccess()
         self._guard = ParameterGuard({param: name for name, param in module.named_parameters()}, self._access)
-        transport = transport_of(config, data) if transport is None else transport
-        self._transports = Transports(transport, own.values(), config, self.offload.device)
+        self._transports = Transports(transport, own.values(), config, data, self.offload.device)
         numel = self._bucket_numel(own, param_dtype or next(module.parameters()).dtype)
         gather_stream = SideStream(self.offload.device)
         self._scales = WeightScales(coded_weights(module, config), self.offload.device)
@@ -110,7 +108,7 @@ class ZeroDataParallel(nn.Module):
         if init:
             restore_parameter_tables(module)  # after the last `pop_full`
         _move_buffers(module, data, device)
-        trainable = [bucket for flat in self.flats if flat.is_trainable for bucket in flat.buckets]
+        trainable = in_order_of_use(self.units.values(), module)
         self.reducer = GradientReducer(trainable, self.transports, config, launch_order, self.offload)
         self.measure_weights()
         self.planner: Residency = self._residency()
@@ -132,13 +130,13 @@ class ZeroDataParallel(nn.Module):
 
     @property
     def shard_axis(self) -> Axis:
-        """The axis of the ranks that divide the optimizer's states. Raises ConfigError if parameters have several."""
-        return self._transports.only().owners
+        """The axis of the ranks that divide the optimizer's states. Raises ConfigError if there are several."""
+        return self._transports.only("this").owners
 
     @property
     def replica_axis(self) -> Axis:
-        """The axis of the ranks that own the same states. Raises ConfigError if parameters have several."""
-        return self._transports.only().replicas
+        """The axis of the ranks that own the same states. Raises ConfigError if there are several."""
+        return self._transports.only("this").replicas
 
     def check_one_division(self, what: str) -> None:
         """Raise ConfigError if parameters are divided over different ranks, which `what` does not know."""
@@ -146,8 +144,8 @@ class ZeroDataParallel(nn.Module):
 
     @property
     def group_size(self) -> int:
-        """The number of ranks that keep all elements together. Raises ConfigError if parameters have several."""
-        return self._transports.only().num_shards
+        """The number of ranks that keep all parameters together. Raises ConfigError if there are several divisions."""
+        return self._transports.only("this").num_shards
 
     @property
     def is_exact(self) -> bool:

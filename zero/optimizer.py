@@ -111,6 +111,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         split = {model.module.get_parameter(name) for name in split_dims(model.module)}
         self.matrices = assembled_updates(self.inner, model, pieces, self.tensor)
         assembles = bool(self.matrices.buckets)
+        if skip_unused:
+            model.check_one_division("skip_unused")
         self._unused = UnusedParameters(pieces, model.module, skips=skip_unused, assembles=assembles)
         self.grad_norm = GradNorm(pieces.owned, pieces.params, self.tensor, split, self.loss_scale.scale)
         self._check_others()

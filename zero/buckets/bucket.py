@@ -67,7 +67,8 @@ class ParamShard:
         with self._gather_stream.context():
             self.wait_for_update()  # the side stream waits; on a CPU the host does, so all ranks launch in one order
             gather = self._gather(codes)
-            return Work(gather.wait, self._gather_stream.device_work().wait)  # it may have copied on this stream
+            # First for the stream, on which the gather may have copied: its wait may read what was copied.
+            return Work(self._gather_stream.device_work().wait, gather.wait)
 
     def all_gather_updated(self, *, exact: bool = True) -> Work:
         """Publish new values of `own`; then renew the cache, or a `full` that persists.

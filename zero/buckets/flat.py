@@ -24,7 +24,7 @@ from zero.memory.placement import Offload
 from zero.memory.staging import free_storage, restore_storage
 from zero.memory.streams import SideStream
 from zero.partition.config import ZeroConfig
-from zero.partition.layout import BucketRange, Slice, cut, overlap
+from zero.partition.layout import BucketRange, Layout, Slice, cut, overlap
 from zero.partition.stage import Lifetime
 
 
@@ -78,7 +78,8 @@ class FlatParameters:
         self.lifetime, self.transport, self._guard = lifetime, transport, context.guard
         shapes = {name: param.shape for name, param in params.items()}
         alignment, numel = context.alignment_of(transport), context.bucket_numel
-        self.layout = transport.lay_out(shapes, numel, alignment)
+        num_shards, num_parts, grain = transport.num_shards, transport.num_parts, transport.grain(alignment)
+        self.layout = Layout.of(shapes, num_shards, numel, alignment, num_parts, grain)
         first = next(iter(params.values())).data
         full = first.new_zeros(self.layout.numel, dtype=context.dtype_of(first), device=context.offload.device)
         self.full = tagged(TensorKind.PARAMETERS, full)

@@ -4,7 +4,9 @@ rest    the elements that the rank keeps, on the accelerator or in host memory: 
         persist and the sum is placed on the accelerator, else memory of its own
 own     the elements that the rank updates, a view of it
 
-A transport gives reduced messages to it (zero/buckets/transport.py), wherever it is placed.
+A transport gives reduced messages to it by `add`, wherever it is placed. Transports that make a mean only at the end of
+a step have `set_mean`, `on_accelerator` and `summed_here` as well (`Transport.adds_means`). Values of any type are
+rounded to that of the sum; those of the message may be overwritten.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -107,7 +109,7 @@ class GradientSum:
     def on_accelerator(self, last_read: Callable[[], Work]) -> Iterator[Tensor]:
         """Yield the sum to be read on the accelerator: `rest` itself, or a copy.
 
-        `last_read` returns a `Work` of what this context has launched, unless it is the computation's.
+        `last_read` is the `device_work` of the side stream on which it is read, or `Work` for the computation's stream.
         """
         if self.path.placement is Placement.ACCELERATOR:
             yield self.rest

@@ -98,7 +98,7 @@ class GradientUsers:
 
 
 class GradientReducer:
-    """Takes gradients into their buckets and reduces each bucket to the shards of its owners.
+    """Takes gradients into their buckets, and has each bucket reduced by its transport.
 
     A parameter is ready if no further gradient of it is expected in this backward: when its gradient arrives, if full
     parameters persist, else when its unit is marked ready.
@@ -178,9 +178,9 @@ class GradientReducer:
         self.users.restart()
         # Last of all: a backward that is refused must not leave anything to end.
         self._num_backwards = 1 if is_over else self._num_backwards + 1
-        keeping = [t for t in self._transports if t.begin_backward(self._num_backwards, self._num_micro_batches)]
-        for bucket in self._order.buckets if keeping else ():
-            bucket.grads.keep(self.reductions.staging)
+        for bucket in self._order.buckets:
+            if bucket.transport.begin_backward(self._num_backwards, self._num_micro_batches):
+                bucket.grads.keep(self.reductions.staging)
         self._backward = BackwardState.REDUCING if self.reduces(is_last) else BackwardState.ACCUMULATING
         self._last_backward_has_begun = is_last
         self._launch_order.start(Round.BACKWARD if self.reduces(is_last) else Round.ACCUMULATION)

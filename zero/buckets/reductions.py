@@ -94,14 +94,15 @@ class Reductions:
 
     def write(self, grads: BucketGradient, param: nn.Parameter, values: Tensor) -> None:
         """Write the elements of a flat gradient that are in one bucket."""
-        if grads.staged is None:
-            self._make_room()
         grads.write(param, values, self.staging)
 
     def launch(self, grads: BucketGradient, *, is_last: bool) -> None:
         """Reduce the gradients of one bucket, those that are missing as zeros; `is_last`: of a step."""
-        if grads.holds_memory:
-            self._make_room()
+        # Older reductions hold memory that is needed now, or have copies to the host that can run by now. They are
+        # waited for here, and not when a bucket begins to fill: these are the same places on all ranks, and a wait may
+        # launch messages. With NCCL and persistent full gradients the computation waits for none before backward ends.
+        while grads.holds_memory and self._max_in_flight <= len(self._in_flight) > 0:
+            self._receive_oldest()
         message = grads.finish(self.staging)
         self._in_flight.append((grads, grads.transport.reduce(message, grads.total, is_last=is_last)))
         if not self._max_in_flight:
@@ -123,14 +124,6 @@ class Reductions:
         """Let the host read and write sums of gradients: it waits for their copies, if some are in its memory."""
         if any(bucket.grads.placement is Placement.HOST for bucket in buckets):
             self._offload.synchronize()
-
-    def _make_room(self) -> None:
-        """Wait for old reductions, which hold memory that is needed now, or whose copies to the host can run by now.
-
-        With NCCL and persistent full gradients the computation waits for no reduction before backward ends.
-        """
-        while len(self._in_flight) > self._max_in_flight:
-            self._receive_oldest()
 
     def _receive_oldest(self) -> None:
         """Wait for the oldest reduction, which ends in its sum, and free the staging memory."""

@@ -1,8 +1,9 @@
 """Transports: how parameters and gradients go between the ranks that own a bucket and all that compute with it.
 
-Everything that is sent of a bucket goes by its transport; the rest of this room asks it and sends nothing itself. A
-transport is described once, for all parameters or for some of them. An engine opens a copy of the description, and
-binds a copy of that to each bucket.
+Parameters and gradients of a bucket are sent by its transport alone; beside it, the engine broadcasts initial values.
+A transport is described once, for all parameters or for some of them. An engine opens a copy of the description, and
+binds a copy of that to each bucket. Copies are shallow: what `__init__` makes is shared by all engines, what `open`
+makes by the buckets of one, and what `bind` makes belongs to a bucket.
 
     parameters    own of each owner -- publish, once an update --> rest -- gather, whenever they are used --> full
     gradients     message, of all elements -- reduce, in each micro-batch that reduces --> the sum, of rest or own
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 
 from parallel.mesh import Axis, Work
 from zero.memory.streams import SideStream
-from zero.partition.layout import Layout, Ranges
+from zero.partition.layout import Ranges
 
 if TYPE_CHECKING:
     from zero.buckets.gradient_sum import GradientSum
@@ -33,9 +34,12 @@ MAX_RANKS_IN_HALF = 64  # NCCL adds in the type of the message, and rounds at ev
 class Transport:
     """The messages of the buckets of some parameters; the ranks of `axis` call all methods in the same order.
 
-    A method launches on the current stream and returns a `Work`, which is waited for once, on the computation's
-    stream, in the order of launches. `gather` and `publish` may be called on a side stream: they allocate nothing,
-    because memory returns to the stream that has allocated it.
+    A method launches on the current stream and returns a `Work`, which is waited for once. Those of `reduce` are waited
+    for on the computation's stream, in the order of launches; those of `gather` and `publish` on any stream and in any
+    order, so that their waits launch no message. `gather` and `publish` may be called on a side stream: they allocate
+    nothing, because memory returns to the stream that has allocated it.
+
+    `open`, `close` and the checks are called on the engine's copy, everything else on those of buckets.
     """
 
     axis: Axis
@@ -43,25 +47,23 @@ class Transport:
     gathered_along: Axis
     """The ranks that have all elements of a bucket together, each what it keeps at rest."""
     owners: Axis
-    """The ranks that own all elements of a bucket together."""
+    """The ranks that own all elements of a bucket together; rank r is rank r % S of the S ranks of `gathered_along`."""
     replicas: Axis
     """The ranks that own the same elements as this one."""
     counted: Axis
     """The ranks along which squares of own gradients are added to the norm of these parameters: the owners, and ranks
     that have others in their place, as experts are."""
     reduced_along: tuple[Axis, ...]
-    """The axes of the messages of gradients."""
+    """The axes of the messages of gradients, whose receive buffers `close` frees."""
     num_ranks: int
     """The divisor of a sum of gradients: the ranks whose losses make up the mean."""
     stages: Collection[int] = (1, 2, 3)
-    """The stages whose division of states is that of this transport."""
-    num_shards: int
-    num_parts = 1
-    """A bucket is cut into shards for what ranks keep, and a shard into parts for what they own."""
+    """The stages whose division of states is that of this transport: 0 if every rank owns everything, else 1 to 3."""
     alignment = 1
     """Parameters and parts of buckets begin at multiples of this many elements."""
     adds_means = True
-    """True if what is kept between the micro-batches of a step is a mean over ranks, to which one more is added."""
+    """True if every reduction gives `GradientSum.add` a mean over ranks. False: only the last one of a step makes it;
+    another backward then begins anew, and `set_mean`, `on_accelerator` and `summed_here` may be used."""
     is_exact = False
     """True if the sum of gradients has the same bits on any number of ranks; the norm then has too."""
     ranges: Ranges
@@ -74,23 +76,32 @@ class Transport:
         self.axis, self.num_ranks, self.in_fp32 = axis, num_ranks or axis.size, in_fp32
         self.gathered_along = self.owners = axis
         self.counted, self.replicas = counted or axis, axis.without_peers()
-        self.reduced_along, self.num_shards = (axis,), axis.size
+        self.reduced_along = (axis,)
 
     @property
     def name(self) -> str:
         """The name of the transport in errors."""
-        return type(self).__name__
+        return f"{type(self).__name__}({self.axis.name})"
+
+    @property
+    def num_shards(self) -> int:
+        """The number of shards of a bucket: each rank keeps one."""
+        return self.gathered_along.size
+
+    @property
+    def num_parts(self) -> int:
+        """The number of parts of a shard: each rank owns one."""
+        return self.owners.size // self.num_shards
 
     def grain(self, alignment: int) -> int:
         """Return the number of elements of which every bucket has a multiple."""
         return self.num_shards * self.num_parts * alignment
 
-    def lay_out(self, shapes: dict[str, torch.Size], bucket_numel: int, alignment: int) -> Layout:
-        """Return the layout of parameters in buckets; arithmetic that is the same on every rank."""
-        return Layout.of(shapes, self.num_shards, bucket_numel, alignment, self.num_parts, self.grain(alignment))
+    def open(self, device: torch.device, *, keeps_full: bool) -> Self:
+        """Return a copy for one engine, with streams and counters that its buckets share.
 
-    def open(self, device: torch.device) -> Self:
-        """Return a copy for one engine, with streams and counters that its buckets share."""
+        `keeps_full`: full gradients persist, and are reduced once a step.
+        """
         opened = copy(self)
         opened._sums = SideStream(device)
         return opened
@@ -141,22 +152,23 @@ class Transport:
     def holds_memory(self, dtype: torch.dtype) -> bool:
         """Return whether a reduction holds memory as long as its message, or its wait launches messages.
 
-        An older reduction is then waited for before the next one, at the same places on all ranks.
+        An older reduction is then waited for before the next one is launched, at the same places on all ranks.
         """
         return any(axis.takes_receive_buffers or self._adds(axis, dtype) for axis in self.reduced_along)
 
     def reduce(self, message: Tensor, total: "GradientSum", *, is_last: bool) -> Work:
         """Launch the reduction of a bucket's full gradients, which may be overwritten; its wait gives them to `total`.
 
-        `is_last`: of a step, after which `total` has the mean. Nothing reads or writes `total` before the wait.
+        `is_last`: of a step, after which `total` has the mean. Nothing else reads or writes `total` meanwhile. If full
+        gradients persist, `total.rest` may be a part of `message`.
         """
         raise NotImplementedError
 
     def reset(self) -> None:
-        """Forget the gradients of the step that has ended or broken off."""
+        """Forget gradients that are kept here: a step has ended or broken off, or the bucket moves elsewhere."""
 
     def close(self) -> None:
-        """Free memory that is held between steps only to save allocations."""
+        """Free memory that an engine's buckets share, and that is held between steps only to save allocations."""
         for axis in self.reduced_along:
             axis.pairwise.received.clear()
 
@@ -205,10 +217,13 @@ class AllReduce(Transport):
         alone = axis.without_peers()
         super().__init__(axis, num_ranks=num_ranks, counted=counted or alone, in_fp32=in_fp32)
         self.gathered_along = self.owners = alone
-        self.replicas, self.num_shards = axis, 1
+        self.replicas = axis
 
     def grain(self, alignment: int) -> int:
         return math.lcm(alignment, self.axis.size if self.in_fp32 else 1)  # in fp32 it begins with a reduce-scatter
+
+    def holds_memory(self, dtype: torch.dtype) -> bool:
+        return self._adds(self.axis, dtype)
 
     def gather(self, rest: Tensor, full: Tensor) -> Work:
         full.copy_(rest)  # returns early if both are the same memory

@@ -27,8 +27,8 @@ SMALLEST_EXPONENT = -900  # so that the factor to integers is finite
 class GradNorm:
     """The norms of the gradients of `params`, divided by the loss scale. All ranks must make the same calls.
 
-    Along the shard axis, each element has one owner. Along the tensor axis, which cuts the model, the parameters that
-    are not in `split` are replicated, and only the first tensor rank counts them.
+    Along the axis that a transport counts, each element has one owner. Along the tensor axis, which cuts the model, the
+    parameters that are not in `split` are replicated, and only the first tensor rank counts them.
 
     `owned` lists, for each bucket, the parts of parameters that this rank owns. Squares are added along the axis that
     the bucket's transport counts, and along `tensor`. If transports are exact, the bits of a norm do not depend on who
@@ -45,7 +45,8 @@ class GradNorm:
     ):
         self._tensor, self._loss_scale = tensor, loss_scale
         num_blocks = tensor.size * sum(2 + param.numel() // NORM_BLOCK for param in params)
-        self._num_blocks = num_blocks if all(bucket.transport.is_exact for bucket in owned) else None
+        num_kinds = max(bucket.transport.counted.size // bucket.transport.owners.size for bucket in owned)
+        self._num_blocks = num_kinds * num_blocks if all(bucket.transport.is_exact for bucket in owned) else None
         self._dtype = reduce(torch.promote_types, {bucket.master.dtype for bucket in owned}, torch.float32)
         counted = params if tensor.rank == 0 else params & split
         # Of each axis: whether squares are added in the order of ranks, which replicas need for the same bits.
@@ -53,10 +54,13 @@ class GradNorm:
         self._counted: dict[Axis, dict[Bucket, list[Slice]]] = {}
         for bucket, parts in owned.items():
             axis, replicas = bucket.transport.counted, bucket.transport.replicas
-            self._adds_in_order.setdefault(axis, axis.size > 1 and replicas.size > 1)
+            self._adds_in_order[axis] = self._adds_in_order.get(axis, False) or axis.size > 1 < replicas.size
             self._counted.setdefault(axis, {})[bucket] = [part for part in parts if part.param in counted]
         self._counts_whole = {
-            bucket for of_axis in self._counted.values() for bucket, parts in of_axis.items() if parts == owned[bucket]
+            bucket
+            for of_axis in self._counted.values()
+            for bucket, parts in of_axis.items()
+            if len(parts) == len(owned[bucket])
         }
 
     @property

@@ -1,44 +1,47 @@
 """The transports of an engine, and the parameters of each."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
 
+from parallel.mesh import Axis
 from parallel.validation.errors import ConfigError, check_type
 from zero.buckets.transport import Transport, TransportOf
 from zero.partition.config import ZeroConfig
+from zero.partition.stage import Lifetime
+from zero.transports.of_settings import transport_of
 
 
 class Transports:
     """The transports that are described for the parameters of an engine, opened once each.
 
-    Raises ConfigError if one of them is not allowed in the stage, or cannot be beside the others.
+    Raises ConfigError if one of them contradicts the settings, or cannot be beside the others.
     """
 
     def __init__(
         self,
-        described: Transport | TransportOf,
+        described: Transport | TransportOf | None,
         params: Iterable[Mapping[str, nn.Parameter]],
         config: ZeroConfig,
+        data: Axis,
         device: torch.device,
     ):
-        """`params`: those of each unit, by name."""
-        opened: dict[int, Transport] = {}
+        """Open them; `described`: None if the settings choose one; `params`: those of each unit, by name."""
+        chosen = transport_of(config, data) if described is None else described
+        keeps_full = config.policy.full_grads is Lifetime.PERSISTENT
+        opened: dict[Transport, Transport] = {}
         self._of: dict[nn.Parameter, Transport] = {}
         for name, param in [item for of_unit in params for item in of_unit.items()]:
-            one = described if isinstance(described, Transport) else described(name, param)
+            one = chosen if isinstance(chosen, Transport) else chosen(name, param)
             check_type(f"`transport` of {name}", one, Transport, "such as Direct(axis)")
-            if id(one) not in opened:
-                if config.stage not in one.stages:
-                    allowed = ", ".join(map(str, one.stages))
-                    raise ConfigError(
-                        f"ZeroConfig.stage={config.stage} with transport {one.name} of {name}; choose stage {allowed}"
-                    )
-                opened[id(one)] = one.open(device)
-            self._of[param] = opened[id(one)]
-        self.opened: Sequence[Transport] = list(opened.values())
+            if one not in opened:
+                if described is not None:
+                    _check(one, name, config)
+                opened[one] = one.open(device, keeps_full=keeps_full)
+            self._of[param] = opened[one]
+        self._data, self.opened = data, list(opened.values())
         self.grain = math.lcm(*(one.grain(math.lcm(config.alignment, one.alignment)) for one in self.opened))
         """The number of elements of which a bucket of any transport has a multiple."""
         kinds = {(one.is_exact, one.counted if one.is_exact else None): one.name for one in self.opened}
@@ -54,11 +57,40 @@ class Transports:
             if own := {name: param for name, param in params.items() if self._of[param] is one}:
                 yield one, own
 
-    def only(self, what: str = "this") -> Transport:
-        """Return the only transport. Raises ConfigError, for `what`, if parameters are divided over different ranks."""
-        if len({(one.owners, one.replicas) for one in self.opened}) > 1:
+    def only(self, what: str) -> Transport:
+        """Return the only transport. Raises ConfigError, for `what`, unless all ranks divide all parameters alike."""
+        first = self.opened[0]
+        is_whole = first.owners.size * first.replicas.size == self._data.size
+        divisions = {(one.owners, one.replicas, one.num_shards) for one in self.opened}
+        if not is_whole or len(divisions) > 1:
             raise ConfigError(
-                f"parameters are divided over different ranks, by {' and '.join(one.name for one in self.opened)}, and "
-                f"{what} needs one division of all; give ZeroDataParallel one `transport`"
+                f"parameters are divided over a part of the ranks, by {' and '.join(one.name for one in self.opened)}, "
+                f"and {what} needs one division over all; give ZeroDataParallel one `transport`"
             )
-        return self.opened[0]
+        return first
+
+
+def _check(one: Transport, name: str, config: ZeroConfig) -> None:
+    """Raise ConfigError if a transport that is given contradicts the settings."""
+    if config.stage not in one.stages:
+        allowed = ", ".join(map(str, one.stages))
+        raise ConfigError(
+            f"ZeroConfig.stage={config.stage} with transport {one.name} of {name}; choose stage {allowed}"
+        )
+    if config.optimizer_over == "all":
+        raise ConfigError(
+            f"ZeroConfig.optimizer_over=all with transport {one.name}, which decides it; choose group, and "
+            "TwoLevel(over_all=True)"
+        )
+    needed = "leaves" if one.is_exact else "fp32" if one.in_fp32 else "message"
+    if config.sum_over_ranks != needed:
+        raise ConfigError(
+            f"ZeroConfig.sum_over_ranks={config.sum_over_ranks} with transport {one.name} of {name}, which adds "
+            f"otherwise; choose {needed}"
+        )
+    if one.owners.rank % one.num_shards != one.gathered_along.rank or one.owners.size % one.num_shards:
+        raise ValueError(
+            f"transport {one.name} of {name}: rank {one.owners.rank} of its {one.owners.size} owners is rank "
+            f"{one.gathered_along.rank} of the {one.num_shards} ranks that it gathers along; owner r must be rank "
+            f"r % {one.num_shards}"
+        )

@@ -9,6 +9,7 @@ and in the last one of a step    sums of groups -> exchange -> added along a tre
 A rank that keeps full gradients has consecutive terms, which are added in these: zero/transports/block_sums.py.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Self
 
@@ -27,25 +28,36 @@ from zero.transports.two_level import TwoLevel
 class FixedOrder(TwoLevel):
     """One or two levels, or an all-reduce (an inner axis of one rank), whose sums have a fixed order.
 
-    The gradient is the mean over all micro-batches of a step: losses are not divided by their number. Raises
-    ConfigError if the blocks cannot be divided over the ranks that add them.
+    The gradient is the mean over all micro-batches of a step: losses are not divided by their number. `num_blocks` are
+    the blocks of micro-batches that are added along a tree, and `num_ranks_of_each` the neighboring ranks that compute
+    a part of each micro-batch.
     """
 
-    stages = (0, 1, 2, 3)
     alignment = NORM_BLOCK
     is_exact = True
     _order: MicroBatchOrder  # of the engine
     _sums_of_blocks: BlockSums  # of the bucket
 
-    def __init__(self, data: Axis, inner: Axis, outer: Axis, blocks: Blocks, *, over_all: bool = False):
+    def __init__(
+        self,
+        data: Axis,
+        inner: Axis,
+        outer: Axis,
+        *,
+        num_blocks: int = 1,
+        num_ranks_of_each: int = 1,
+        over_all: bool = False,
+    ):
         super().__init__(data, inner, outer, over_all=over_all, cuts_rest=True)
-        blocks.check()
-        self.blocks = blocks
+        self.stages = (0, 1, 2, 3) if self.owners.size == 1 else (1, 2, 3)
+        self._blocks = Blocks(inner.size, outer.size, num_blocks, num_ranks_of_each)
 
-    def open(self, device: torch.device) -> Self:
-        opened = super().open(device)
-        rank = self.outer.rank * self.inner.size + self.inner.rank
-        opened._order = MicroBatchOrder(self.blocks, rank)
+    def open(self, device: torch.device, *, keeps_full: bool) -> Self:
+        """Return a copy for one engine. Raises ConfigError if ranks cannot divide the blocks that they add."""
+        opened = super().open(device, keeps_full=keeps_full)
+        opened._blocks = replace(self._blocks, keeps_full=keeps_full)
+        opened._blocks.check()
+        opened._order = MicroBatchOrder(opened._blocks, self.outer.rank * self.inner.size + self.inner.rank)
         return opened
 
     def bind(self, ranges: Ranges) -> Self:
@@ -58,7 +70,8 @@ class FixedOrder(TwoLevel):
 
     def begin_backward(self, number: int, num_micro_batches: int | None) -> bool:
         self._order.number, self._order.num_micro_batches = number, num_micro_batches
-        return self.blocks.keeps_full and self._order.begins_block()
+        begins = self._order.begins_block()  # in any case: it raises before anything is launched
+        return begins and self._blocks.keeps_full
 
     def keep(self, full: Tensor) -> None:
         copy = device_allocator(full.device, TensorKind.GRADIENTS)(full.numel(), full.dtype)
@@ -68,7 +81,7 @@ class FixedOrder(TwoLevel):
         return True
 
     def reduce(self, message: Tensor, total: GradientSum, *, is_last: bool) -> Work:
-        if self.blocks.keeps_full:
+        if self._blocks.keeps_full:
             self._sums_of_blocks.add_to(message)
         return self.inner.exchange(message, partial(self._add, total, is_last))
 
@@ -88,7 +101,7 @@ class FixedOrder(TwoLevel):
         """Add what the ranks of the group have sent, (ranks, n): terms, or sums of blocks of them."""
         has_sum = total.has_sum
         with total.summed_here(is_last=is_last) as rest:
-            if self.blocks.keeps_full:
+            if self._blocks.keeps_full:
                 rest.copy_(self._order.total(terms))
             else:
                 self._add_in_order(terms, rest, has_sum)

@@ -12,16 +12,14 @@ if TYPE_CHECKING:
 
 
 def transport_of(config: ZeroConfig, data: Axis) -> Transport:
-    """Return the transport of all parameters over `data`, whose parts, if it has some, are groups of ranks.
-
-    Raises ConfigError if blocks of micro-batches cannot be divided over the ranks.
-    """
+    """Return the transport of all parameters over `data`, whose parts, if it has some, are groups of ranks."""
     inner, outer = levels_of(config.policy, data)
     over_all, in_fp32 = config.policy.optimizer is Division.ALL, config.sum_over_ranks == "fp32"
     if config.fixes_order:
         from zero.transports.fixed_order import FixedOrder
 
-        return FixedOrder(data, inner, outer, blocks_of(config, inner.size, outer.size), over_all=over_all)
+        num_blocks, of_each = config.leaf_blocks, config.leaf_parts
+        return FixedOrder(data, inner, outer, num_blocks=num_blocks, num_ranks_of_each=of_each, over_all=over_all)
     if not config.policy.divides_optimizer:
         return AllReduce(data, in_fp32=in_fp32)
     if outer.size == 1:

@@ -49,13 +49,12 @@ class TwoLevel(Transport):
         self.gathered_along, self.reduced_along = inner, (inner, outer)
         self.owners = self.counted = data if over_all else inner
         self.replicas = data.without_peers() if over_all else outer
-        self.num_shards, self.num_parts = inner.size, outer.size if over_all else 1
 
     def grain(self, alignment: int) -> int:
         return self.num_shards * math.lcm(self.num_parts * alignment, self._num_cuts)
 
-    def open(self, device: torch.device) -> Self:
-        opened = super().open(device)
+    def open(self, device: torch.device, *, keeps_full: bool) -> Self:
+        opened = super().open(device, keeps_full=keeps_full)
         opened._between_groups = SideStream(device)
         return opened
 

@@ -29,6 +29,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from parallel.autograd_internals import outside_of_transforms
 from parallel.validation.errors import ConfigError
+from zero.buckets.bucket import Bucket
 from zero.buckets.flat import FlatParameters
 from zero.partition.stage import Lifetime
 
@@ -223,6 +224,23 @@ def innermost_unit(parameter_names: Iterable[str], unit_names: Iterable[str]) ->
     """Return the smallest unit that contains a parameter under all of its names; "" is the whole model."""
     names = list(parameter_names)
     return max((u for u in unit_names if all(f".{name}".startswith(f".{u}." if u else ".") for name in names)), key=len)
+
+
+def in_order_of_use(units: Iterable[Unit], module: nn.Module) -> list[Bucket]:
+    """Return the buckets that get gradients; inside a unit, in the order in which the module has their parameters.
+
+    A unit may have several flat buffers, each with parameters of all of its layers: reduced one buffer after the other,
+    the buckets of one would wait, in memory, for the first layer of the other.
+    """
+    places = {param: place for place, param in enumerate(module.parameters())}
+    return [
+        bucket
+        for unit in units
+        for bucket in sorted(
+            (bucket for flat in unit.flats if flat.is_trainable for bucket in flat.buckets),
+            key=lambda bucket: min((places[param] for param in bucket.grads.parts), default=len(places)),
+        )
+    ]
 
 
 def group_alike(params: dict[str, nn.Parameter], coded: Container[nn.Parameter] = ()) -> list[dict[str, nn.Parameter]]:

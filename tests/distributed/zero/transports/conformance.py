@@ -50,32 +50,30 @@ class Row:
 
 
 class Block(nn.Module):
-    """A block with a gate, which a forward may leave out."""
+    """A block with a gate, which a forward may leave out, and a layer of which there may be several kinds."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_kinds: int):
         super().__init__()
         self.up, self.gate = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.kinds = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(num_kinds))
 
-    def forward(self, x: Tensor, *, gates: bool) -> Tensor:
-        h = torch.tanh(self.up(x))
+    def forward(self, x: Tensor, *, gates: bool, kind: int) -> Tensor:
+        h = torch.tanh(self.kinds[kind](self.up(x)))
         return x + (h * self.gate(x) if gates else h)
 
 
 class Blocks(nn.Module):
-    """Blocks, and a layer of which there may be several kinds."""
-
     def __init__(self, num_kinds: int):
         super().__init__()
         self.scale = nn.Parameter(torch.randn(WIDTH))
-        self.blocks = nn.ModuleList(Block() for _ in range(NUM_BLOCKS))
-        self.kinds = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(num_kinds))
+        self.blocks = nn.ModuleList(Block(num_kinds) for _ in range(NUM_BLOCKS))
 
     def forward(self, x: Tensor, gates: bool, kind: int = 0, *, breaks: bool = False) -> Tensor:
         for block in self.blocks:
-            x = block(x * self.scale, gates=gates)
+            x = block(x * self.scale, gates=gates, kind=kind)
             if breaks:
                 x.register_hook(_fail)
-        return self.kinds[kind](x).square().mean()
+        return x.square().mean()
 
 
 @dataclass(frozen=True)
@@ -124,9 +122,13 @@ def wrapped(
 ) -> tuple[ZeroDataParallel, ZeroOptimizer]:
     """Return this rank's model, with its kind of the layer that has several, and its optimizer."""
     model = whole_model(row.shard_size if row.has_kinds and row.shard_size else 1).to(dtype)
-    model.kinds = nn.ModuleList([model.kinds[row.kind_of(data.rank)]])
+    for block in model.blocks:
+        block.kinds = nn.ModuleList([block.kinds[row.kind_of(data.rank)]])
+    described = row.describe(data)
+    if isinstance(described, Transport):
+        settings["sum_over_ranks"] = "leaves" if described.is_exact else "fp32" if described.in_fp32 else "message"
     config = ZeroConfig(stage, 500, **settings)
-    engine = ZeroDataParallel(model, data, config, offload=row.offload, transport=row.describe(data))
+    engine = ZeroDataParallel(model, data, config, offload=row.offload, transport=described)
     return engine, ZeroOptimizer(
         engine, torch.optim.AdamW, clip_norm=CLIP_NORM, warn_skipped=False, fused=True, **SETTINGS
     )

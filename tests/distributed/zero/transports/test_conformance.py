@@ -14,6 +14,7 @@ from parallel.world import imitated_world
 from tests.checked_streams import run_checked
 from tests.distributed.zero.transports.conformance import (
     Row,
+    batch_of,
     examined,
     in_one_process,
     train_all,
@@ -27,9 +28,9 @@ from zero import ZeroConfig, ZeroDataParallel, full_state_dict, save
 from zero.buckets.gradient_sum import GradientPath, GradientSum
 from zero.buckets.transport import AllReduce, Direct, TransportOf
 from zero.memory.placement import Offload, OffloadConfig, Placement
+from zero.partition.config import NUM_STAGED
 from zero.partition.layout import BucketRange
 from zero.partition.stage import STAGES, GradientTypes
-from zero.transports.block_sums import Blocks
 from zero.transports.fixed_order import FixedOrder
 from zero.transports.two_level import TwoLevel
 
@@ -38,7 +39,11 @@ def along_another_axis(data: Axis) -> TransportOf:
     """Return the transports of layers of which each place of a group has a kind: its replicas divide it."""
     _, replicas = data.parts or (data, data)
     of_kinds, of_all = Direct(replicas, num_ranks=data.size, counted=data), Direct(data)
-    return lambda name, _param: of_kinds if name.startswith("kinds.") else of_all
+    return lambda name, _param: of_kinds if ".kinds." in name else of_all
+
+
+def of_each_parameter(data: Axis) -> TransportOf:
+    return lambda _name, _param: Direct(data)
 
 
 def two_level(data: Axis, *, over_all: bool = False, in_fp32: bool = False) -> TwoLevel:
@@ -46,15 +51,13 @@ def two_level(data: Axis, *, over_all: bool = False, in_fp32: bool = False) -> T
     return TwoLevel(data, inner, outer, over_all=over_all, in_fp32=in_fp32)
 
 
-def fixed_order(data: Axis, *, keeps_full: bool = False, over_all: bool = False) -> FixedOrder:
+def fixed_order(data: Axis, *, num_blocks: int = 1, over_all: bool = False) -> FixedOrder:
     inner, outer = data.parts or (data, data.without_peers())
-    num_blocks = data.size if keeps_full else outer.size
-    blocks = Blocks(inner.size, outer.size, num_blocks, keeps_full=keeps_full)
-    return FixedOrder(data, inner, outer, blocks, over_all=over_all)
+    return FixedOrder(data, inner, outer, num_blocks=num_blocks, over_all=over_all)
 
 
 def fixed_all_reduce(data: Axis) -> FixedOrder:
-    return FixedOrder(data, data.without_peers(), data, Blocks(1, data.size, data.size, keeps_full=True))
+    return FixedOrder(data, data.without_peers(), data, num_blocks=data.size)
 
 
 CPU = torch.device("cpu")
@@ -62,6 +65,7 @@ GATHER, SCATTER = ("all_gather", "data", 1.0), ("reduce_scatter", "data", 1.0)
 GATHER_SHARD, SCATTER_SHARD = ("all_gather", "shard", 1.0), ("reduce_scatter", "shard", 1.0)
 GATHER_REPLICA, EXCHANGE_REPLICA = ("all_gather", "replica", 0.5), ("all_to_all", "replica", 0.5)
 EXCHANGE, EXCHANGE_SHARD = ("all_to_all", "data", 1.0), ("all_to_all", "shard", 1.0)
+two_blocks = partial(fixed_order, num_blocks=2)
 HOST = {"offload": OffloadConfig("host")}
 DIRECT = {"gather": [GATHER], "reduce": [SCATTER], "last": [SCATTER]}
 GROUPS = {
@@ -76,6 +80,7 @@ FIXED_OVER_ALL = OVER_ALL | FIXED_GROUPS | {"last": [EXCHANGE_SHARD, EXCHANGE_RE
 ROWS = {
     "all-reduce": Row(AllReduce, 2, (0,), {"last": [("all_reduce", "data", 1.0)]}),
     "direct": Row(Direct, 2, (1, 2, 3), DIRECT),
+    "direct, of each parameter": Row(of_each_parameter, 2, (1, 2, 3), DIRECT),
     "direct, host": Row(Direct, 2, (1, 2, 3), DIRECT, **HOST),
     "along another axis": Row(along_another_axis, 4, (1, 2, 3), DIRECT, 2, has_kinds=True),
     "two levels": Row(two_level, 4, (1, 2, 3), GROUPS, 2),
@@ -91,14 +96,16 @@ ROWS = {
     ),
     "fixed order": Row(fixed_order, 2, (2, 3), FIXED, can_keep=False),
     "fixed order, host": Row(fixed_order, 2, (2, 3), FIXED, **HOST, can_keep=False),
-    "fixed order of kept gradients": Row(partial(fixed_order, keeps_full=True), 2, (1,), FIXED),
+    "fixed order of kept gradients": Row(two_blocks, 2, (1,), FIXED),
     "fixed order of an all-reduce": Row(
         fixed_all_reduce, 2, (0,), {"last": [("all_to_all", "data", 1.0), ("all_gather", "data", 1.0)]}
     ),
-    "fixed order of groups": Row(fixed_order, 4, (2, 3), FIXED_GROUPS, 2, can_keep=False),
-    "fixed order of groups, host": Row(fixed_order, 4, (2, 3), FIXED_GROUPS, 2, can_keep=False, **HOST),
+    "fixed order of groups": Row(two_blocks, 4, (2, 3), FIXED_GROUPS, 2, can_keep=False),
+    "fixed order of groups, host": Row(
+        partial(fixed_order, num_blocks=2), 4, (2, 3), FIXED_GROUPS, 2, can_keep=False, **HOST
+    ),
     "fixed order of groups, over all": Row(
-        partial(fixed_order, over_all=True), 4, (2, 3), FIXED_OVER_ALL, 2, can_keep=False
+        partial(fixed_order, num_blocks=2, over_all=True), 4, (2, 3), FIXED_OVER_ALL, 2, can_keep=False
     ),
     "8 bits": Row(EightBit, 2, (1, 2, 3), FIXED, is_lossy=True),
 }
@@ -143,7 +150,7 @@ def test_a_bucket_sends_what_its_row_says_and_leaves_no_buffer(row):
 def sums_in_8_bits() -> list[float]:
     """Return the largest error of the sum of n means of the same gradients, for some n, times n without feedback."""
     axis, elements = Mesh.create(tensor_size=1).data, range(64)
-    transport = EightBit(axis).open(CPU).bind(BucketRange(elements, axis.size).ranges(axis.rank))
+    transport = EightBit(axis).open(CPU, keeps_full=False).bind(BucketRange(elements, axis.size).ranges(axis.rank))
     gradients = torch.randn(axis.size, 64, generator=torch.Generator().manual_seed(0))
     path = GradientPath(GradientTypes(torch.float32, torch.float32), STAGES[2], Placement.ACCELERATOR)
     total = GradientSum(transport.ranges, path, Offload(CPU), adds_means=True)
@@ -162,6 +169,18 @@ def test_error_feedback_keeps_the_error_of_a_sum():
         assert max(errors[100:]) < 4 * max(errors[:10])  # without it, 200 times the first
 
 
+def staged() -> float:
+    """Return how many buckets wait at most to be reduced, if half of the layers of a model have another transport."""
+    row = ROWS["along another axis"]
+    model, _ = wrapped(row, 2, Mesh.create(tensor_size=1, shard_size=2).data)
+    model(batch_of(0, 0, model.data.rank, row, 1)[0], True).backward()
+    return model.reducer.reductions.staging.num_bytes / 8 / max(len(bucket.ranges.elements) for bucket in model.buckets)
+
+
+def test_buckets_do_not_wait_for_those_of_another_transport():
+    assert max(run_ranks(4, staged)) <= NUM_STAGED + 2  # two are filling, one of each transport
+
+
 def refusals() -> list[str]:
     """Return what is said of a model whose parameters are divided over different ranks, by what does not know it."""
     data = Mesh.create(tensor_size=1, shard_size=2).data
@@ -175,14 +194,14 @@ def refusals() -> list[str]:
         with pytest.raises(ConfigError) as caught:
             refused()
         found.append(str(caught.value))
-    with pytest.raises(ConfigError, match=r"stage=3 with transport AllReduce of scale; choose stage 0"):
+    with pytest.raises(ConfigError, match=r"stage=3 with transport AllReduce\(data\) of scale; choose stage 0"):
         ZeroDataParallel(model.unwrap(), data, ZeroConfig(3), transport=AllReduce(data))
     return found
 
 
 def test_what_needs_one_division_refuses_several():
     for found in run_ranks(4, refusals):
-        assert all("divided over different ranks, by Direct and Direct" in message for message in found)
+        assert all("divided over a part of the ranks, by Direct(" in message for message in found)
 
 
 HALF = {

@@ -49,7 +49,7 @@ def flat_parameters(lifetime: Lifetime, reads: NotedReads | None = None) -> Flat
     params = {"first": nn.Parameter(half.view(4, 8).clone()), "second": nn.Parameter(half.clone())}
     guard = ParameterGuard({param: name for name, param in params.items()}, reads or NotedReads())
     config, device = ZeroConfig(3), torch.device("cpu")
-    transport = Direct(LateAxis("data", 2, 0, CommLog())).open(device)
+    transport = Direct(LateAxis("data", 2, 0, CommLog())).open(device, keeps_full=False)
     context = FlatContext(config, 32, Offload(device), guard, SideStream(device), WeightScales({}, device))
     return FlatParameters(params, lifetime, attrgetter("data"), transport, context)
 
