@@ -18,6 +18,7 @@ from parallel.mesh import HALF_TYPES, Axis, Mesh
 from parallel.validation.errors import ConfigError
 from zero.activations.choice import Hardware, Workload, bytes_on_device, exposed_seconds, model_parallel_volume
 from zero.activations.stores import STORES, StoreName
+from zero.buckets.reductions import MAX_IN_FLIGHT
 from zero.formulas.memory import ModelStates
 from zero.formulas.traffic import axis_bytes, axis_sizes
 from zero.memory.placement import Mode
@@ -194,7 +195,7 @@ def planned_workload(settings: Settings, data_size: int) -> Workload:
     bucket = zero.chosen_bucket_numel(num_parameters, data_size, dtype) * reduce_dtype.itemsize
     received = 0.0
     inner, outer = axis_sizes(zero.policy, data_size, settings.parallel.shard_size)
-    num_received = NUM_STAGED if zero.overlap else 1
+    num_received = MAX_IN_FLIGHT if zero.overlap else 1
     if zero.fixes_order:
         of_sums = bucket / reduce_dtype.itemsize * accumulate.itemsize / inner
         received = num_received * bucket * (inner > 1) + of_sums * (outer > 1)

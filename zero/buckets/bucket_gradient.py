@@ -81,7 +81,7 @@ class BucketGradient:
     def holds_memory(self) -> bool:
         """True if a reduction holds memory until it is waited for."""
         is_moved = self.path.casts_message or self.placement is Placement.HOST
-        return self.staged is None or is_moved or self.transport.holds_memory(self.path.types.reduce)
+        return not self.path.persists or is_moved or self.transport.holds_memory(self.path.types.reduce)
 
     def place(self, placement: Placement) -> None:
         """Move the sum to one of the memories. The values of a gradient that it holds are lost."""

@@ -120,7 +120,6 @@ class GradientReducer:
         self._marks_on_arrival = self._policy.full_params is Lifetime.PERSISTENT
         self._order = ReductionOrder(buckets)
         self.reductions = Reductions(buckets, transports, offload, overlaps=config.overlap)
-        self._transports = transports
         self.users = GradientUsers()
         self.used: set[nn.Parameter] = set()  # those with a gradient that an optimizer awaits
         self._device = offload.device
@@ -188,7 +187,7 @@ class GradientReducer:
     def complete(self) -> None:
         """Reduce the gradients of a step whose last backward has not run, or reached no parameter on this rank."""
         if not self._last_backward_has_begun:
-            for transport in self._transports if self._num_backwards else ():
+            for transport in self.reductions.transports if self._num_backwards else ():
                 transport.check_missing_backward()
             self.begin(is_last=True)
             self.end()
@@ -224,7 +223,7 @@ class GradientReducer:
 
         Raises ValueError if these would be rounded one by one in some stages, and the bits must not depend on that.
         """
-        for transport in self._transports:
+        for transport in self.reductions.transports:
             transport.check_several_gradients()
         self._marks_on_arrival = False
 

@@ -104,6 +104,7 @@ ROWS = {
     "fixed order of groups, host": Row(
         partial(fixed_order, num_blocks=2), 4, (2, 3), FIXED_GROUPS, 2, can_keep=False, **HOST
     ),
+    "fixed order of groups, kept": Row(partial(fixed_order, num_blocks=4), 4, (1,), FIXED_GROUPS, 2),
     "fixed order of groups, over all": Row(
         partial(fixed_order, num_blocks=2, over_all=True), 4, (2, 3), FIXED_OVER_ALL, 2, can_keep=False
     ),
