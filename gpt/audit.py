@@ -219,10 +219,8 @@ def _persistent(state: TrainState) -> NamedTensors:
 
 def _owned(state: TrainState) -> Iterator[tuple[str, Tensor]]:
     """Yield this rank's owned pieces of the master weights."""
-    for flat in state.model.flats:
-        for bucket in flat.buckets:
-            for param, part in flat.layout.spans_in(bucket.ranges.own):
-                yield param.name, bucket.owned_part(bucket.master, part)
+    for _, own, values in state.model.slices():
+        yield own.span.name, values
 
 
 def optimizer_states(state: TrainState) -> NamedTensors:
@@ -230,14 +228,10 @@ def optimizer_states(state: TrainState) -> NamedTensors:
     trainable = set(state.optimizer.buckets)
     for flat in state.model.flats:
         for bucket in trainable.intersection(flat.buckets):
-            names = {
-                part.start - bucket.ranges.own.start: param.name
-                for param, part in flat.layout.spans_in(bucket.ranges.own)
-            }
             for piece in state.optimizer.pieces_of(bucket):
                 for kind, value in state.optimizer.inner.state.get(piece.param, {}).items():
                     if isinstance(value, Tensor):
-                        yield f"{kind} of {names[piece.elements.start]}", value
+                        yield f"{kind} of {piece.name}", value
 
 
 def _compare(what: str, axis: Axis, tensors: NamedTensors, device: torch.device) -> None:

@@ -41,12 +41,8 @@ def weights(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> Named:
 def moments(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> Named:
     for flat in model.flats:
         for bucket in flat.buckets:
-            names = {
-                part.start - bucket.ranges.own.start: span.name
-                for span, part in flat.layout.spans_in(bucket.ranges.own)
-            }
             for piece in optimizer.pieces_of(bucket):
-                yield names[piece.elements.start], optimizer.inner.state[piece.param]["exp_avg_sq"].view(-1)
+                yield piece.name, optimizer.inner.state[piece.param]["exp_avg_sq"].view(-1)
 
 
 TARGETS: dict[str, Callable[[ZeroDataParallel, ZeroOptimizer], Named]] = {

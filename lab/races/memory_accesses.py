@@ -18,7 +18,7 @@ from parallel.torch_internals import OpOverload, returns_views, schema_of
 
 
 @dataclass(slots=True)
-class Slice:
+class Stretch:
     """Bytes from `start` on that were accessed alike: the last write, and the last read since of each stream."""
 
     start: int
@@ -44,7 +44,7 @@ class AccessedMemory:
 
     def forget(self) -> None:
         """Forget all accesses: the memory is allocated anew."""
-        self._stretches = [Slice(0)]  # each ends where the next one begins
+        self._stretches = [Stretch(0)]  # each ends where the next one begins
 
     def read(self, start: int, stop: int, access: Access) -> Access | None:
         """Record a read of bytes; return a write that it may overtake."""
@@ -57,7 +57,7 @@ class AccessedMemory:
         """Record a write of bytes; return an access that it may overtake."""
         between = self._between(start, stop)
         pending = [one for stretch in self._stretches[between] for one in stretch.pending(access.stream.clock)]
-        self._stretches[between] = [Slice(start, access)]
+        self._stretches[between] = [Stretch(start, access)]
         return pending[-1] if pending else None
 
     def is_written_before(self, start: int, stop: int, clock: Clock) -> bool:
@@ -85,7 +85,7 @@ class AccessedMemory:
         found = self._stretches[k]
         if found.start == byte:
             return k
-        self._stretches.insert(k + 1, Slice(byte, found.write, dict(found.reads)))
+        self._stretches.insert(k + 1, Stretch(byte, found.write, dict(found.reads)))
         return k + 1
 
 

@@ -3,7 +3,6 @@
 If the buffer is transient, only its owned shards stay allocated, and the full buffer is filled and freed.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -43,10 +42,6 @@ class FlatContext:
     param_dtype: torch.dtype | None = None
     """The type of floating-point parameters, of which the master weights keep the initial digits; None: their own."""
 
-    def alignment_of(self, transport: Transport) -> int:
-        """Return the number of elements of which parameters and own ranges begin at multiples."""
-        return math.lcm(self.config.alignment, transport.alignment)
-
     def dtype_of(self, param: Tensor) -> torch.dtype:
         """Return the type of a parameter's buffer."""
         return self.param_dtype or param.dtype if param.is_floating_point() else param.dtype
@@ -77,7 +72,7 @@ class FlatParameters:
     ):
         self.lifetime, self.transport, self._guard = lifetime, transport, context.guard
         shapes = {name: param.shape for name, param in params.items()}
-        alignment, numel = context.alignment_of(transport), context.bucket_numel
+        alignment, numel = context.config.alignment, context.bucket_numel
         num_shards, num_parts, grain = transport.num_shards, transport.num_parts, transport.grain(alignment)
         self.layout = Layout.of(shapes, num_shards, numel, alignment, num_parts, grain)
         first = next(iter(params.values())).data

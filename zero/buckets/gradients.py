@@ -211,7 +211,7 @@ class GradientReducer:
         for position in self._order.positions_of(param):
             grads = self._order.buckets[position].grads
             start = stop - len(grads.parts[param])
-            self.reductions.write(grads, param, grad[start:stop] if stop - start < numel else grad)
+            grads.write(param, grad[start:stop] if stop - start < numel else grad, self.reductions.staging)
             stop = start
             if self._marks_on_arrival:
                 self._order.mark_ready(param, [position])

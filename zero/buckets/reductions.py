@@ -10,7 +10,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
-from torch import Tensor, nn
+from torch import nn
 
 from parallel.memory_kinds import TensorKind
 from parallel.mesh import Work
@@ -92,16 +92,12 @@ class Reductions:
         casts = dict.fromkeys(path.types.accumulate for path in paths if path.casts_for_host)
         offload.gradients.reserve(max((len(b.ranges.rest) for b in buckets), default=0), casts)
 
-    def write(self, grads: BucketGradient, param: nn.Parameter, values: Tensor) -> None:
-        """Write the elements of a flat gradient that are in one bucket."""
-        grads.write(param, values, self.staging)
-
     def launch(self, grads: BucketGradient, *, is_last: bool) -> None:
         """Reduce the gradients of one bucket, those that are missing as zeros; `is_last`: of a step."""
         # Older reductions hold memory that is needed now, or have copies to the host that can run by now. They are
         # waited for here, and not when a bucket begins to fill: these are the same places on all ranks, and a wait may
         # launch messages. With NCCL and persistent full gradients the computation waits for none before backward ends.
-        while grads.holds_memory and self._max_in_flight <= len(self._in_flight) > 0:
+        while grads.holds_memory and len(self._in_flight) >= max(1, self._max_in_flight):
             self._receive_oldest()
         message = grads.finish(self.staging)
         self._in_flight.append((grads, grads.transport.reduce(message, grads.total, is_last=is_last)))

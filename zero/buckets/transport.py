@@ -59,8 +59,6 @@ class Transport:
     """The divisor of a sum of gradients: the ranks whose losses make up the mean."""
     stages: Collection[int] = (1, 2, 3)
     """The stages whose division of states is that of this transport: 0 if every rank owns everything, else 1 to 3."""
-    alignment = 1
-    """Parameters and parts of buckets begin at multiples of this many elements."""
     adds_means = True
     """True if every reduction gives `GradientSum.add` a mean over ranks. False: only the last one of a step makes it;
     another backward then begins anew, and `set_mean`, `on_accelerator` and `summed_here` may be used."""

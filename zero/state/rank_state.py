@@ -165,10 +165,9 @@ class RankState:
                     if optimizer is not None and bucket in trainable:
                         for piece in optimizer.pieces_of(bucket):
                             _load_state_of(piece, optimizer, saved, tensor)
-                    for span, part in flat.layout.spans_in(bucket.ranges.own):
-                        elements = range(part.start - span.elements.start, part.stop - span.elements.start)
-                        out = bucket.owned_part(bucket.master, part)
-                        saved.read(span.name, MASTER, elements, out=out, tensor=tensor)
+                    for own in bucket.slices:
+                        out = bucket.owned_part(bucket.master, own.elements)
+                        saved.read(own.span.name, MASTER, own.in_param, out=out, tensor=tensor)
         if optimizer is not None:
             saved.load_by_name(optimizer.matrices.states(), self.model.shard_axis.rank, self.mesh.tensor.rank)
 

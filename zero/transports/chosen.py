@@ -42,7 +42,7 @@ class Transports:
                 opened[one] = one.open(device, keeps_full=keeps_full)
             self._of[param] = opened[one]
         self._data, self.opened = data, list(opened.values())
-        self.grain = math.lcm(*(one.grain(math.lcm(config.alignment, one.alignment)) for one in self.opened))
+        self.grain = math.lcm(*(one.grain(config.alignment) for one in self.opened))
         """The number of elements of which a bucket of any transport has a multiple."""
         kinds = {(one.is_exact, one.counted if one.is_exact else None): one.name for one in self.opened}
         if len(kinds) > 1:

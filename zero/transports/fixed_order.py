@@ -20,7 +20,7 @@ from parallel.memory_kinds import TensorKind
 from parallel.mesh import Axis, Work
 from zero.buckets.gradient_sum import GradientSum
 from zero.memory.placement import device_allocator
-from zero.partition.layout import NORM_BLOCK, Ranges
+from zero.partition.layout import Ranges
 from zero.transports.block_sums import Blocks, BlockSums, MicroBatchOrder
 from zero.transports.two_level import TwoLevel
 
@@ -33,7 +33,6 @@ class FixedOrder(TwoLevel):
     a part of each micro-batch.
     """
 
-    alignment = NORM_BLOCK
     is_exact = True
     _order: MicroBatchOrder  # of the engine
     _sums_of_blocks: BlockSums  # of the bucket
@@ -48,7 +47,7 @@ class FixedOrder(TwoLevel):
         num_ranks_of_each: int = 1,
         over_all: bool = False,
     ):
-        super().__init__(data, inner, outer, over_all=over_all, cuts_rest=True)
+        super().__init__(data, inner, outer, over_all=over_all)
         self.stages = (0, 1, 2, 3) if self.owners.size == 1 else (1, 2, 3)
         self._blocks = Blocks(inner.size, outer.size, num_blocks, num_ranks_of_each)
 

@@ -39,19 +39,17 @@ class TwoLevel(Transport):
         *,
         over_all: bool = False,
         in_fp32: bool = False,
-        cuts_rest: bool = False,
     ):
-        """`cuts_rest`: buckets have a grain at which replicas can cut what they keep into equal parts."""
         super().__init__(data, in_fp32=in_fp32)
-        # An all-reduce in fp32 begins with a reduce-scatter.
-        self._num_cuts = outer.size if in_fp32 or cuts_rest else 1
         self.inner, self.outer = inner, outer
         self.gathered_along, self.reduced_along = inner, (inner, outer)
         self.owners = self.counted = data if over_all else inner
         self.replicas = data.without_peers() if over_all else outer
 
     def grain(self, alignment: int) -> int:
-        return self.num_shards * math.lcm(self.num_parts * alignment, self._num_cuts)
+        # Replicas cut what they keep into equal parts: to add it in one order, or to all-reduce it in fp32.
+        num_cuts = self.outer.size if self.in_fp32 or self.is_exact else 1
+        return self.num_shards * math.lcm(self.num_parts * alignment, num_cuts)
 
     def open(self, device: torch.device, *, keeps_full: bool) -> Self:
         opened = super().open(device, keeps_full=keeps_full)
