@@ -14,7 +14,6 @@ from parallel.mesh import Axis
 from parallel.torch_internals import FakeTensor, storage_id
 from parallel.validation.errors import ConfigError, check_type
 from zero.buckets.guarded_parameter import GuardedParameter, refuse_scripted
-from zero.fp8.scaling import RECIPES, Blocks, scaled_weights
 from zero.memory.placement import OffloadConfig
 from zero.order.agreement import check_same_module
 from zero.partition.config import ZeroConfig
@@ -81,20 +80,6 @@ def check_arguments(config: ZeroConfig, offload: OffloadConfig, param_dtype: tor
             f"OffloadConfig.states=[parameters] has no effect at ZeroConfig.stage={config.stage}, which keeps full "
             "parameters on the accelerator; add optimizer, or choose stage 3"
         )
-
-
-def coded_weights(module: nn.Module, config: ZeroConfig) -> dict[nn.Parameter, Blocks]:
-    """Return the blocks of the weights that are gathered in FP8. Raises ConfigError if the module has none."""
-    if config.gather_dtype is None:
-        return {}
-    found = {param: RECIPES[recipe] for _, param, recipe in scaled_weights(module)}
-    if coded := {param: row.weight for param, row in found.items() if row.same_transposed}:
-        return coded
-    read = "multiplies by recipes that quantize a weight and its transpose apart" if found else "reads no weight in FP8"
-    raise ConfigError(
-        f"ZeroConfig.gather_dtype={config.gather_dtype}: the module {read}; call zero.fp8.convert with tensorwise or "
-        "blockwise before it is wrapped, or choose gather_dtype=null"
-    )
 
 
 def refuse_replacing(_module: nn.Module, _state: Any, _prefix: str, metadata: dict[str, Any], *_: Any) -> None:

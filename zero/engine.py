@@ -27,8 +27,7 @@ from zero.buckets.guarded_parameter import ParameterGuard, changes
 from zero.buckets.hashes import GradientHashes
 from zero.buckets.tensor_tree import cast_floating_point
 from zero.buckets.transport import Transport, TransportOf
-from zero.buckets.weight_codes import WeightScales
-from zero.checks import check_arguments, check_module, coded_weights, refuse_replacing
+from zero.checks import check_arguments, check_module, refuse_replacing
 from zero.memory.placement import NO_OFFLOAD, Offload, OffloadConfig
 from zero.memory.streams import SideStream
 from zero.order.agreement import LaunchOrder
@@ -99,18 +98,17 @@ class ZeroDataParallel(nn.Module):
         launch_order = LaunchOrder(config.policy.compared_axis(data), list(own))
         self._access = UnitAccess()
         self._guard = ParameterGuard({param: name for name, param in module.named_parameters()}, self._access)
-        self._transports = Transports(transport, own.values(), config, data, self.offload.device)
+        self._transports = Transports(transport, module, own.values(), config, data, self.offload.device)
         numel = self._bucket_numel(own, param_dtype or next(module.parameters()).dtype)
         gather_stream = SideStream(self.offload.device)
-        self._scales = WeightScales(coded_weights(module, config), self.offload.device)
-        context = FlatContext(config, numel, self.offload, self._guard, gather_stream, self._scales, param_dtype)
+        context = FlatContext(config, numel, self.offload, self._guard, gather_stream, param_dtype)
         self._make_units(own, context, init, launch_order)
         if init:
             restore_parameter_tables(module)  # after the last `pop_full`
         _move_buffers(module, data, device)
         trainable = in_order_of_use(self.units.values(), module)
         self.reducer = GradientReducer(trainable, self.transports, config, launch_order, self.offload)
-        self.measure_weights()
+        self.after_owned_changed()
         self.planner: Residency = self._residency()
         self._passes = Passes(self.reducer, launch_order)
         if unshards:
@@ -186,15 +184,16 @@ class ZeroDataParallel(nn.Module):
         return self.module(*args, **kwargs)
 
     @torch.no_grad()
-    def measure_weights(self) -> None:
-        """Find the scales of weights that are sent in FP8, after owned parameters have changed; all ranks call it.
+    def after_owned_changed(self) -> None:
+        """Tell lossy transports the new values of the owned parameters; all ranks call it.
 
         They are those of the master weights: copies to or from parameters may still run.
         """
-        coded = [bucket for flat in self.flats if flat.is_coded for bucket in flat.buckets]
-        if coded:
-            owned = ((own, values.to(bucket.params.own.dtype)) for bucket, own, values in slices_of(coded))
-            self._scales.measure(owned, self.shard_axis)
+        for transport in self.transports:
+            if transport.is_lossy:
+                buckets = [bucket for flat in self.flats if flat.transport is transport for bucket in flat.buckets]
+                owned = ((own, values.to(bucket.params.own.dtype)) for bucket, own, values in slices_of(buckets))
+                transport.own_changed(owned)
 
     def slices(self) -> Iterator[tuple[Bucket, Slice, Tensor]]:
         """Iterate over what this rank owns: (bucket, part of a parameter, its master weights)."""
@@ -260,7 +259,7 @@ class ZeroDataParallel(nn.Module):
         finally:
             for unit in units:
                 unit.stop_watch(reader)
-            self.measure_weights()  # of what may have been written; a rank that raises takes part in it too
+            self.after_owned_changed()  # of what may have been written; a rank that raises takes part in it too
 
     @contextmanager
     def loading_masters(self) -> Iterator[None]:
@@ -277,7 +276,7 @@ class ZeroDataParallel(nn.Module):
             flat.publish_loaded()
             # A backward whose forward has run before must raise, as in torch.
             torch.autograd.graph.increment_version(flat.params)
-        self.measure_weights()
+        self.after_owned_changed()
 
     def parameter_chunks(self) -> "ParameterChunks":
         """Return how torch's state dicts have the parameters, and the optimizer's states of them.
@@ -438,7 +437,7 @@ class ZeroDataParallel(nn.Module):
                 FlatParameters(group, lifetime, partial(_initial_values, one.axis, init), one, context)
                 for lifetime, params_of_lifetime in owned.items()
                 for one, params_alike in self._transports.divide(params_of_lifetime)
-                for group in group_alike(params_alike, context.scales)
+                for group in group_alike(params_alike)
             ]
             before_gather = partial(launch_order.before_gather, number)
             self._access.add(name, Unit(modules[name], flats, before_gather))

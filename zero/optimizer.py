@@ -356,7 +356,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         # A backward whose forward has run before this update must raise, as in torch.
         torch.autograd.graph.increment_version(self._pieces.params)
         self._bucket_groups.expect_equal()
-        self._model.measure_weights()
+        self._model.after_owned_changed()
         self._bucket_groups.finish_publishing(overlaps=self._model.config.overlap_gather)
 
     @torch.no_grad()

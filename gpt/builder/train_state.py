@@ -81,7 +81,7 @@ class TrainState:
     @property
     def num_coded_parameters(self) -> int:
         """The number of parameters of this tensor rank that are gathered in FP8."""
-        return sum(param.numel() for flat in self.model.flats if flat.is_coded for param in flat.params)
+        return sum(param.numel() for flat in self.model.flats if flat.transport.is_lossy for param in flat.params)
 
     @property
     def num_parameters_of_model(self) -> int:

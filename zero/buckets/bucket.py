@@ -22,7 +22,6 @@ from parallel.memory_kinds import TensorKind
 from parallel.mesh import Work
 from zero.buckets.bucket_gradient import BucketGradient
 from zero.buckets.transport import Transport
-from zero.buckets.weight_codes import BucketCodes
 from zero.memory.placement import Offload, Placement
 from zero.memory.streams import SideStream
 from zero.partition.layout import Slice, cut
@@ -46,7 +45,6 @@ class ParamShard:
         self.rest = self._in_full if persists else self._copy_rest(self.placement)
         self.own = ranges.own_of(self.rest)
         self.cached: Tensor | None = None
-        self.codes: BucketCodes | None = None  # set if ranks send these parameters as codes
         self._gather_stream = gather_stream
         self._published: Work | None = None  # the last publication of own parameters, unless it was waited for
 
@@ -55,26 +53,25 @@ class ParamShard:
         """True if `full` stays allocated, and the shard is a view of it."""
         return self.rest is self._in_full
 
-    def all_gather(self, *, exact: bool = True) -> Work:
-        """Fill `full` with what all ranks keep, or, unless `exact`, with what codes of it stand for.
+    def all_gather(self, *, lossless: bool = True) -> Work:
+        """Fill `full` with what all ranks keep, or, unless `lossless`, with fewer digits of it if that sends less.
 
         Wait before it is read.
         """
-        # On the stream that reads it: memory that a side stream allocates returns to that stream.
-        codes = None if exact or self.codes is None else self.full.new_empty(self.full.shape, dtype=torch.uint8)
+        room = None if lossless else self._transport.room(self.full)
         if self._published is None:
-            return self._gather(codes)
+            return self._gather(room)
         with self._gather_stream.context():
             self.wait_for_update()  # the side stream waits; on a CPU the host does, so all ranks launch in one order
-            gather = self._gather(codes)
+            gather = self._gather(room)
             # First for the stream, on which the gather may have copied: its wait may read what was copied.
             return Work(self._gather_stream.device_work().wait, gather.wait)
 
-    def all_gather_updated(self, *, exact: bool = True) -> Work:
+    def all_gather_updated(self, *, lossless: bool = True) -> Work:
         """Publish new values of `own`; then renew the cache, or a `full` that persists.
 
-        A transient `full` must have been resharded before; its next gather waits for the publication. Without `exact`,
-        codes are not sent yet: call `all_gather` when the scales have been measured.
+        A transient `full` must have been resharded before; its next gather waits for the publication. If the transport
+        is lossy, `full` is not gathered without `lossless`: call `all_gather` when the transport knows all new values.
         """
         self.wait_for_update()  # of an earlier update, if nothing has read the parameters since then
         if len(self._ranges.own) < len(self._ranges.rest):
@@ -82,7 +79,7 @@ class ParamShard:
         if self.cached is not None:
             self.wait_for_update()  # without streams `rest` is copied only now
             return self._offload.to_accelerator(self.rest, out=self.cached)
-        return self.all_gather() if self.persists and (exact or self.codes is None) else Work()
+        return self.all_gather() if self.persists and (lossless or not self._transport.is_lossy) else Work()
 
     @torch.inference_mode(False)  # an update writes the copy, whatever mode an evaluation has
     def fetch(self) -> None:
@@ -99,23 +96,13 @@ class ParamShard:
             self._published.wait()
             self._published = None
 
-    def _gather(self, codes: Tensor | None) -> Work:
+    def _gather(self, room: Tensor | None) -> Work:
         rest = self.rest if self.cached is None else self.cached
-        if self.placement is Placement.HOST and self.cached is None:
-            # What is kept is copied to its place in `full`, and the all-gather is launched behind the copy, in place.
-            gather = partial(self._transport.gather, self._in_full, self.full)
-            in_place = gather if codes is None else partial(self._send, codes)
-            return self._offload.to_accelerator(rest, self._in_full, in_place)
-        if codes is None:
-            return self._transport.gather(rest, self.full)
-        self._in_full.copy_(rest)  # returns early if both are the same memory
-        return self._send(codes)
-
-    def _send(self, codes: Tensor) -> Work:
-        """Gather codes, and fill the rest of `full` from them when the result is waited for."""
-        assert self.codes is not None
-        gather = self._transport.gather(self.codes.encode(self._in_full, codes), codes)
-        return Work(gather.wait, partial(self.codes.decode, codes, self.full))
+        if self.placement is Placement.ACCELERATOR or self.cached is not None:
+            return self._transport.gather(rest, self.full, room)
+        # What is kept is copied to its place in `full`, and the all-gather is launched behind the copy, in place.
+        gather = partial(self._transport.gather, self._in_full, self.full, room)
+        return self._offload.to_accelerator(rest, self._in_full, gather)
 
     def _publish(self) -> Work:
         if self.placement is Placement.ACCELERATOR:
@@ -182,6 +169,14 @@ class Bucket:
             self.master = self._offload.new(placement, TensorKind.MASTER, owned.numel(), dtype)
         self.master.copy_(values)  # returns early if both are the same memory
 
+    def readable_master(self) -> Tensor:
+        """Return the master weights; wait for the publication that writes the memory they are in, if it does."""
+        if self.master is self.params.own:
+            self.params.wait_for_update()
+            if self.params.placement is Placement.HOST:
+                self._offload.synchronize()
+        return self.master
+
     @property
     def casts_gradient(self) -> bool:
         """True if the optimizer needs the owned gradient in another type, that of the master weights."""
@@ -196,8 +191,9 @@ class Bucket:
 def slices_of(buckets: Iterable[Bucket]) -> Iterator[tuple[Bucket, Slice, Tensor]]:
     """Iterate over what this rank owns of some buckets: (bucket, part of a parameter, its master weights)."""
     for bucket in buckets:
+        master = bucket.readable_master()
         for own in bucket.slices:
-            yield bucket, own, bucket.owned_part(bucket.master, own.elements)
+            yield bucket, own, bucket.owned_part(master, own.elements)
 
 
 def take_changed(master: Tensor, values: Tensor) -> None:

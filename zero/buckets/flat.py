@@ -18,7 +18,6 @@ from zero.buckets.bucket import Bucket, ParamShard, take_changed
 from zero.buckets.bucket_gradient import BucketGradient
 from zero.buckets.guarded_parameter import ParameterGuard, set_raw_data
 from zero.buckets.transport import Transport
-from zero.buckets.weight_codes import BucketCodes, WeightScales
 from zero.memory.placement import Offload
 from zero.memory.staging import free_storage, restore_storage
 from zero.memory.streams import SideStream
@@ -37,8 +36,6 @@ class FlatContext:
     guard: ParameterGuard
     gather_stream: SideStream
     """The stream of gathers that wait for publications."""
-    scales: WeightScales
-    """Of the weights that are sent as codes; no other parameter shares a buffer with them."""
     param_dtype: torch.dtype | None = None
     """The type of floating-point parameters, of which the master weights keep the initial digits; None: their own."""
 
@@ -97,11 +94,7 @@ class FlatParameters:
         self.buckets = [self._bucket(elements, context) for elements in self.layout.buckets]
         for bucket, master in zip(self.buckets, masters, strict=False):
             bucket.master = master
-        is_coded = transport.gathered_along.size > 1 and self.params[0] in context.scales
-        for bucket in self.buckets if is_coded else ():
-            slices = list(self.slices(bucket.ranges.elements))
-            bucket.params.codes = BucketCodes(context.scales, slices, bucket.ranges)
-        self._is_exact = True  # the full buffer has no values that codes stand for
+        self._is_lossless = True  # the full buffer has all digits of the parameters
         self._gathers: list[Work] = []  # that are filling the full buffer
         self._updates: dict[nn.Parameter, list[Work]] = {}  # gathers of updated values that nobody has waited for
         self.is_sharded = False  # the full buffer is freed, and the parameters, which are views of it, have no values
@@ -117,21 +110,16 @@ class FlatParameters:
         return self.params[0].requires_grad
 
     @property
-    def is_coded(self) -> bool:
-        """True if ranks send its parameters in FP8."""
-        return self.buckets[0].params.codes is not None
-
-    @property
     def unsharding_bytes(self) -> int:
-        """The bytes that unsharding allocates: the full buffer, and codes until they are decoded."""
-        return self.full.numel() * (self.full.element_size() + self.is_coded)
+        """The bytes that unsharding allocates: the full buffer, and the transport's room until it is filled."""
+        return self.full.numel() * (self.full.element_size() + self.transport.room_itemsize)
 
-    def start_unshard(self, *, exact: bool = False) -> None:
-        """Allocate the full buffer and launch its all-gathers, if it is sharded; with `exact`, not of codes."""
+    def start_unshard(self, *, lossless: bool = False) -> None:
+        """Allocate the full buffer and launch its all-gathers, if it is sharded; with `lossless`, of all digits."""
         if self.is_sharded:
             restore_storage(self.full)
-            self._gathers = [bucket.params.all_gather(exact=exact) for bucket in self.buckets]
-            self.is_sharded, self._is_exact = False, exact or not self.is_coded
+            self._gathers = [bucket.params.all_gather(lossless=lossless) for bucket in self.buckets]
+            self.is_sharded, self._is_lossless = False, lossless or not self.transport.is_lossy
 
     def unshard(self) -> None:
         """Make the parameters readable by what is launched after this."""
@@ -144,36 +132,36 @@ class FlatParameters:
                 set_raw_data(param, views.full)
             self._versions = self.versions()
 
-    def read_exactly(self) -> None:
-        """Gather again what came as codes: for readers that are no products in FP8. It must be unsharded."""
-        if not self._is_exact:
+    def gather_lost_digits(self) -> None:
+        """Gather again what has lost digits, for readers that need all of them. It must be unsharded."""
+        if not self._is_lossless:
             if self.lifetime is Lifetime.TRANSIENT and self._versions != self.versions():
-                self._check_exact()
+                self._check_lossless()
             for bucket in self.buckets:
                 bucket.params.all_gather().wait()
-            self._is_exact = True
+            self._is_lossless = True
 
     def as_sent(self, elements: range) -> Tensor:
-        """Return values of the full buffer, which must persist, with those of codes if ranks have sent some."""
+        """Return values of the full buffer, which must persist, as all ranks have them: without lost digits."""
         values = cut(self.full, elements)
-        if self._is_exact:
+        if self._is_lossless:
             return values
         values = values.clone()
         for bucket in self.buckets:
-            if bucket.params.codes and (part := overlap(bucket.ranges.elements, elements)):
-                bucket.params.codes.round_trip(cut(values, part, elements.start), part)
+            if part := overlap(bucket.ranges.elements, elements):
+                bucket.transport.round_trip(cut(values, part, elements.start), part)
         return values
 
-    def gather_codes(self, buckets: Iterable[Bucket]) -> dict[Bucket, Work]:
-        """Launch the gathers of some buckets of updated parameters that persist and are sent as codes."""
-        self._is_exact = False
-        return {bucket: bucket.params.all_gather(exact=False) for bucket in buckets}
+    def start_lossy_gathers(self, buckets: Iterable[Bucket]) -> dict[Bucket, Work]:
+        """Launch the gathers of some buckets of updated parameters that persist; digits may be lost."""
+        self._is_lossless = False
+        return {bucket: bucket.params.all_gather(lossless=False) for bucket in buckets}
 
     def publish_loaded(self) -> None:
-        """Send owned values that were loaded, exactly, and wait for them."""
+        """Send owned values that were loaded, with all digits, and wait for them."""
         for bucket in self.buckets:
             bucket.params.all_gather_updated().wait()
-        self._is_exact = True
+        self._is_lossless = True
 
     def slices(self, elements: range) -> Iterator[Slice]:
         """Iterate over the parts of parameters in a range of the buffer."""
@@ -206,7 +194,7 @@ class FlatParameters:
         if self._gathers:
             self._wait_for_gathers()  # before the memory that they write is freed
         elif self._versions != self.versions():
-            self._check_exact()
+            self._check_lossless()
             self.keep_writes()
         for param, views in self._views.items():
             self._guard.guard(param)
@@ -293,25 +281,26 @@ class FlatParameters:
         return [object() if exposed and param in exposed else param._version for param in self._views]
 
     def _bucket(self, of_bucket: BucketRange, context: FlatContext) -> Bucket:
-        transport = self.transport.bind(of_bucket.ranges(self.transport.owners.rank))
         elements = of_bucket.elements
+        slices = list(self.slices(elements))
+        transport = self.transport.bind(of_bucket.ranges(self.transport.owners.rank), slices)
         params = ParamShard(cut(self.full, elements), transport, context.offload, self.lifetime, context.gather_stream)
         grads = None
         if self.is_trainable:
-            parts = {each.param: each.elements for each in self.slices(elements)}
+            parts = {each.param: each.elements for each in slices}
             types, gaps = context.config.gradient_types(self.full.dtype), list(self.layout.gaps(elements))
             grads = BucketGradient(transport, parts, gaps, types, context.config.policy, context.offload)
             self._guard.gradients.append(grads)
         return Bucket(transport, params, grads, list(self.slices(transport.ranges.own)), context.offload)
 
-    def _check_exact(self) -> None:
-        """Raise RuntimeError, once, if parameters were written whose values came as codes: nobody knows new scales."""
-        if not self._is_exact:
+    def _check_lossless(self) -> None:
+        """Raise RuntimeError, once, if parameters were written that have lost digits: no rank knows new scales."""
+        if not self._is_lossless:
             self._versions = self.versions()
             raise RuntimeError(
-                f"{self._guard.names[self.params[0]]}, or a weight beside it, is gathered in FP8 and was written "
-                "outside gathered(), where no rank knows its new scale; write it in `with model.gathered():` on all "
-                "ranks"
+                f"{self._guard.names[self.params[0]]}, or a weight beside it, is gathered by {self.transport.name} and "
+                "was written outside gathered(), where no rank knows its new scale; write it in "
+                "`with model.gathered():` on all ranks"
             )
 
     def _wait_for_gathers(self) -> None:

@@ -13,7 +13,7 @@ plain data parallelism; other transports are in zero/transports/.
 """
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Sequence
 from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, Self
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from parallel.mesh import Axis, Work
 from zero.memory.streams import SideStream
-from zero.partition.layout import Ranges
+from zero.partition.layout import Ranges, Slice
 
 if TYPE_CHECKING:
     from zero.buckets.gradient_sum import GradientSum
@@ -64,6 +64,10 @@ class Transport:
     another backward then begins anew, and `set_mean`, `on_accelerator` and `summed_here` may be used."""
     is_exact = False
     """True if the sum of gradients has the same bits on any number of ranks; the norm then has too."""
+    is_lossy = False
+    """True if other ranks get parameters with fewer digits, by a gather that is given `room`."""
+    room_itemsize = 0
+    """The bytes of `room` for an element, until the wait of a gather."""
     ranges: Ranges
     """Of the bucket, once it is bound."""
     _sums: SideStream
@@ -104,8 +108,8 @@ class Transport:
         opened._sums = SideStream(device)
         return opened
 
-    def bind(self, ranges: Ranges) -> Self:
-        """Return a copy for one bucket, with memory of its own."""
+    def bind(self, ranges: Ranges, slices: Sequence[Slice] = ()) -> Self:
+        """Return a copy for one bucket, with memory of its own; `slices` are the parts of parameters in the bucket."""
         bound = copy(self)
         bound.ranges = ranges
         return bound
@@ -119,9 +123,25 @@ class Transport:
         """
         raise NotImplementedError
 
-    def gather(self, rest: Tensor, full: Tensor) -> Work:
-        """Fill `full`, of any type, with what all ranks have at rest; `rest` may be its own place in `full`."""
+    def room(self, full: Tensor) -> Tensor | None:
+        """Allocate the memory of a gather that may lose digits; None: this transport loses none.
+
+        Called on the stream that waits for the gather, to which the memory returns.
+        """
+        return None
+
+    def gather(self, rest: Tensor, full: Tensor, room: Tensor | None = None) -> Work:
+        """Fill `full`, of any type, with what all ranks have at rest; `rest` may be its own place in `full`.
+
+        Without `room` no digit is lost.
+        """
         raise NotImplementedError
+
+    def round_trip(self, values: Tensor, elements: range) -> None:
+        """Replace values of some elements of the bucket by those that other ranks get of them."""
+
+    def own_changed(self, owned: Iterable[tuple[Slice, Tensor]]) -> None:
+        """Note what this rank owns of all buckets, with new values; all ranks call it before the next lossy gather."""
 
     # Gradients
 
@@ -195,7 +215,7 @@ class Transport:
 class Direct(Transport):
     """The ranks of an axis divide each bucket: a reduce-scatter and an all-gather for each (paper, section 5)."""
 
-    def gather(self, rest: Tensor, full: Tensor) -> Work:
+    def gather(self, rest: Tensor, full: Tensor, room: Tensor | None = None) -> Work:
         return self.axis.all_gather(rest, out=full)
 
     def reduce(self, message: Tensor, total: "GradientSum", *, is_last: bool) -> Work:
@@ -223,7 +243,7 @@ class AllReduce(Transport):
     def holds_memory(self, dtype: torch.dtype) -> bool:
         return self._adds(self.axis, dtype)
 
-    def gather(self, rest: Tensor, full: Tensor) -> Work:
+    def gather(self, rest: Tensor, full: Tensor, room: Tensor | None = None) -> Work:
         full.copy_(rest)  # returns early if both are the same memory
         return Work()
 

@@ -94,27 +94,27 @@ class BucketGroups:
         params, master = bucket.params, bucket.master
         if bucket.optimizer_placement is params.placement:
             params.own.copy_(master)  # returns early if both are the same memory
-            gather = params.all_gather_updated(exact=False)
+            gather = params.all_gather_updated(lossless=False)
         elif bucket.optimizer_placement is Placement.HOST:
-            publish = partial(params.all_gather_updated, exact=False)
+            publish = partial(params.all_gather_updated, lossless=False)
             gather = self._offload.to_accelerator(master, params.own, publish)
         else:
             copied = self._offload.to_host(master.to(params.own.dtype), params.own)
-            gather = Work(params.all_gather_updated(exact=False).wait, copied.wait)
+            gather = Work(params.all_gather_updated(lossless=False).wait, copied.wait)
         self._published[bucket] = gather
 
     def finish_publishing(self, *, overlaps: bool) -> None:
         """Wait for the gathers; with `overlaps`, the first module that reads parameters that persist waits for them.
 
-        Codes are sent now, with the scales of the new values.
+        Gathers that may lose digits are launched now, when their transports know all new values.
         """
         published, self._published = self._published, {}
         for flat in self._flats:
             gathers = {bucket: published[bucket] for bucket in flat.buckets if bucket in published}
-            if flat.is_coded and flat.lifetime is Lifetime.PERSISTENT:
+            if flat.transport.is_lossy and flat.lifetime is Lifetime.PERSISTENT:
                 for gather in gathers.values():
                     gather.wait()
-                gathers = flat.gather_codes(gathers)
+                gathers = flat.start_lossy_gathers(gathers)
             if overlaps and flat.lifetime is Lifetime.PERSISTENT:
                 flat.let_updates_run(gathers)
             else:

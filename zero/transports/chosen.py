@@ -11,7 +11,7 @@ from parallel.validation.errors import ConfigError, check_type
 from zero.buckets.transport import Transport, TransportOf
 from zero.partition.config import ZeroConfig
 from zero.partition.stage import Lifetime
-from zero.transports.of_settings import transport_of
+from zero.transports.of_settings import lossy_gathers, transport_of
 
 
 class Transports:
@@ -23,6 +23,7 @@ class Transports:
     def __init__(
         self,
         described: Transport | TransportOf | None,
+        module: nn.Module,
         params: Iterable[Mapping[str, nn.Parameter]],
         config: ZeroConfig,
         data: Axis,
@@ -30,12 +31,14 @@ class Transports:
     ):
         """Open them; `described`: None if the settings choose one; `params`: those of each unit, by name."""
         chosen = transport_of(config, data) if described is None else described
+        wrap = lossy_gathers(config, module, device)
         keeps_full = config.policy.full_grads is Lifetime.PERSISTENT
         opened: dict[Transport, Transport] = {}
         self._of: dict[nn.Parameter, Transport] = {}
         for name, param in [item for of_unit in params for item in of_unit.items()]:
             one = chosen if isinstance(chosen, Transport) else chosen(name, param)
             check_type(f"`transport` of {name}", one, Transport, "such as Direct(axis)")
+            one = wrap(param, one)
             if one not in opened:
                 if described is not None:
                     _check(one, name, config)

@@ -9,6 +9,7 @@ and in the last one of a step    sums of groups -> exchange -> added along a tre
 A rank that keeps full gradients has consecutive terms, which are added in these: zero/transports/block_sums.py.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Self
@@ -20,7 +21,7 @@ from parallel.memory_kinds import TensorKind
 from parallel.mesh import Axis, Work
 from zero.buckets.gradient_sum import GradientSum
 from zero.memory.placement import device_allocator
-from zero.partition.layout import Ranges
+from zero.partition.layout import Ranges, Slice
 from zero.transports.block_sums import Blocks, BlockSums, MicroBatchOrder
 from zero.transports.two_level import TwoLevel
 
@@ -59,8 +60,8 @@ class FixedOrder(TwoLevel):
         opened._order = MicroBatchOrder(opened._blocks, self.outer.rank * self.inner.size + self.inner.rank)
         return opened
 
-    def bind(self, ranges: Ranges) -> Self:
-        bound = super().bind(ranges)
+    def bind(self, ranges: Ranges, slices: Sequence[Slice] = ()) -> Self:
+        bound = super().bind(ranges, slices)
         bound._sums_of_blocks = BlockSums()
         return bound
 

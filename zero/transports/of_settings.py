@@ -1,6 +1,11 @@
 """The transport that settings stand for."""
 
+from collections.abc import Callable
+from functools import cache, partial
 from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
 
 from parallel.mesh import Axis
 from zero.buckets.transport import AllReduce, Direct, Transport
@@ -27,6 +32,20 @@ def transport_of(config: ZeroConfig, data: Axis) -> Transport:
     from zero.transports.two_level import TwoLevel
 
     return TwoLevel(data, inner, outer, over_all=over_all, in_fp32=in_fp32)
+
+
+def lossy_gathers(
+    config: ZeroConfig, module: nn.Module, device: torch.device
+) -> Callable[[nn.Parameter, Transport], Transport]:
+    """Return what is around the transport of a parameter if some are gathered with fewer digits."""
+    if config.gather_dtype is None:
+        return lambda _param, transport: transport
+    from zero.fp8.weight_codec import weight_codec
+    from zero.transports.coded import Coded
+
+    codec = weight_codec(module, device)
+    coded = cache(partial(Coded, codec=codec))
+    return lambda param, transport: coded(transport) if param in codec else transport
 
 
 def levels_of(policy: ShardingPolicy, data: Axis) -> tuple[Axis, Axis]:

@@ -59,7 +59,7 @@ class TwoLevel(Transport):
     def publish(self, own: Tensor, rest: Tensor) -> Work:
         return self.outer.all_gather(own, out=rest)
 
-    def gather(self, rest: Tensor, full: Tensor) -> Work:
+    def gather(self, rest: Tensor, full: Tensor, room: Tensor | None = None) -> Work:
         return self.inner.all_gather(rest, out=full)
 
     def reduce(self, message: Tensor, total: GradientSum, *, is_last: bool) -> Work:

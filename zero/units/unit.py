@@ -18,7 +18,7 @@ readers: `ZeroOptimizer._publishing`, `ZeroDataParallel.loading_masters` and `Un
 zero/units/scheduler.py.
 """
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -68,22 +68,22 @@ class Unit:
         """True if a reader is no unit: a `gathered()` context, the step, or the next forward."""
         return any(not isinstance(reader, Unit) for reader in self._readers)
 
-    def start_unshard(self, *, exact: bool = False) -> None:
-        """Launch the all-gathers, if any is needed, without adding a reader; with `exact`, in the parameters' type."""
+    def start_unshard(self, *, lossless: bool = False) -> None:
+        """Launch the all-gathers, if any is needed, without adding a reader; with `lossless`, of all digits."""
         if any(flat.is_sharded for flat in self.flats):
-            self._launch_gathers(exact)
+            self._launch_gathers(lossless)
 
     @outside_of_transforms
-    def _launch_gathers(self, exact: bool) -> None:
+    def _launch_gathers(self, lossless: bool) -> None:
         self._before_gather()
         for flat in self.flats:
-            flat.start_unshard(exact=exact)
+            flat.start_unshard(lossless=lossless)
 
     @outside_of_transforms
-    def retain(self, reader: object, *, exact: bool = False) -> None:
+    def retain(self, reader: object, *, lossless: bool = False) -> None:
         """Make the parameters readable until `reader` releases them."""
         self._readers.add(reader)
-        self.start_unshard(exact=exact)
+        self.start_unshard(lossless=lossless)
         for flat in self.flats:
             flat.unshard()
 
@@ -120,8 +120,8 @@ class Unit:
 
     def watch(self, reader: object) -> None:
         """Retain the unit, and have reads of its parameters reported."""
-        self.retain(reader, exact=True)
-        self._read_exactly()
+        self.retain(reader, lossless=True)
+        self._gather_lost_digits()
         self._watchers.add(reader)
         for flat in self.flats:
             flat.watch_reads(True)
@@ -135,18 +135,18 @@ class Unit:
 
     def unwrap(self, device: torch.device | None) -> None:
         """Give the parameters their values in memory of their own."""
-        self.retain(self, exact=True)
-        self._read_exactly()
+        self.retain(self, lossless=True)
+        self._gather_lost_digits()
         for flat in self.flats:
             flat.unwrap(device)
         self._readers.clear()
 
-    def _read_exactly(self) -> None:
-        """Gather again what was unsharded before, by codes."""
-        if any(flat.is_coded for flat in self.flats):
+    def _gather_lost_digits(self) -> None:
+        """Gather again what was unsharded before, and has lost digits."""
+        if any(flat.transport.is_lossy for flat in self.flats):
             self._before_gather()
         for flat in self.flats:
-            flat.read_exactly()
+            flat.gather_lost_digits()
 
 
 @dataclass(eq=False)
@@ -243,9 +243,9 @@ def in_order_of_use(units: Iterable[Unit], module: nn.Module) -> list[Bucket]:
     ]
 
 
-def group_alike(params: dict[str, nn.Parameter], coded: Container[nn.Parameter] = ()) -> list[dict[str, nn.Parameter]]:
-    """Group parameters by (dtype, requires_grad, is sent as codes): only those of one group can share a flat buffer."""
+def group_alike(params: dict[str, nn.Parameter]) -> list[dict[str, nn.Parameter]]:
+    """Group parameters by (dtype, requires_grad): only those of one group can share a flat buffer."""
     groups: dict[tuple, dict[str, nn.Parameter]] = {}
     for name, param in params.items():
-        groups.setdefault((param.dtype, param.requires_grad, param in coded), {})[name] = param
+        groups.setdefault((param.dtype, param.requires_grad), {})[name] = param
     return list(groups.values())

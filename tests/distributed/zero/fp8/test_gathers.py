@@ -94,7 +94,7 @@ def train(layout: dict[str, Any], gather_dtype: Literal["fp8"] | None) -> dict[s
     )  # no scalars, no scales
     mesh.barrier()
     numels = [(flat, flat.layout.numel) for flat in model.flats]
-    in_fp8 = sum(numel for flat, numel in numels if flat.is_coded)
+    in_fp8 = sum(numel for flat, numel in numels if flat.transport.is_lossy)
     kept = [(flat, numel) for flat, numel in numels if flat in [*model.flats][-2:]]  # of the last block
     return {
         "losses": losses,
@@ -104,7 +104,7 @@ def train(layout: dict[str, Any], gather_dtype: Literal["fp8"] | None) -> dict[s
         "wire_bytes": wire_bytes,
         "numel": sum(numel for _, numel in numels),
         "in_fp8": in_fp8,
-        "kept_bytes": sum(numel * (1 if flat.is_coded else 2) for flat, numel in kept),
+        "kept_bytes": sum(numel * (1 if flat.transport.is_lossy else 2) for flat, numel in kept),
         "unwrapped": {name: param.detach() for name, param in model.unwrap().named_parameters()},
     }
 

@@ -34,14 +34,14 @@ class Row:
     num_ranks: int
     stages: Sequence[int]
     messages: Mapping[str, list[tuple[str, str, float]]]
-    """Of "reduce" in a micro-batch, of the "last" of a step, of "publish" and "gather"."""
+    """Of "reduce" in a micro-batch, of the "last" of a step, of "publish", "gather" and a "lossy" gather."""
     shard_size: int | None = None
     has_kinds: bool = False
     """True if ranks at different places of a group have other values of some parameters."""
     can_keep: bool = True
     """False if gradients that the stage need not keep in full cannot be kept."""
     is_lossy: bool = False
-    """True if gradients are rounded, so that only the first loss and norm are those of one process."""
+    """True if gradients or parameters are rounded, so that only the first loss and norm are those of one process."""
     offload: OffloadConfig = NO_OFFLOAD
 
     def kind_of(self, rank: int) -> int:
@@ -203,6 +203,8 @@ def examined(row: Row) -> tuple[dict[str, list[tuple[str, str, float]]], int]:
     message, full = torch.zeros(elements, dtype=torch.float64), torch.zeros(elements)
     rest, total = bucket.ranges.of_bucket(full, bucket.ranges.rest), bucket.grads.total
     calls: dict[str, Callable[[], Work]] = {"gather": partial(transport.gather, rest, full)}
+    if transport.is_lossy:
+        calls["lossy"] = partial(transport.gather, rest, full, transport.room(full))
     if len(bucket.ranges.own) < len(bucket.ranges.rest):
         calls["publish"] = partial(transport.publish, bucket.ranges.own_of(rest), rest)
     if row.stages[-1] > 1:  # else gradients are reduced once a step

@@ -1,5 +1,6 @@
 """A transport as a third party would write it: gradients are sent in 8 bits, and what is rounded off is sent later."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Self
 
@@ -9,7 +10,7 @@ from torch import Tensor
 from parallel.mesh import Axis, Work
 from zero.buckets.gradient_sum import GradientSum
 from zero.buckets.transport import Direct
-from zero.partition.layout import Ranges
+from zero.partition.layout import Ranges, Slice
 
 LARGEST = 127
 
@@ -25,8 +26,8 @@ class EightBit(Direct):
         super().__init__(axis)
         self.errors: Tensor | None = None
 
-    def bind(self, ranges: Ranges) -> Self:
-        bound = super().bind(ranges)
+    def bind(self, ranges: Ranges, slices: Sequence[Slice] = ()) -> Self:
+        bound = super().bind(ranges, slices)
         bound.errors = None
         return bound
 

@@ -1,5 +1,6 @@
 """The conformance suite of transports: a new transport brings a row of `ROWS`."""
 
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -12,6 +13,7 @@ from parallel.mesh import Axis, Mesh
 from parallel.validation.errors import ConfigError
 from parallel.world import imitated_world
 from tests.checked_streams import run_checked
+from tests.distributed.zero.transports.codec import WholeNumbers
 from tests.distributed.zero.transports.conformance import (
     Row,
     batch_of,
@@ -26,11 +28,12 @@ from tests.pairwise import noting
 from tests.ranks import run_ranks
 from zero import ZeroConfig, ZeroDataParallel, full_state_dict, save
 from zero.buckets.gradient_sum import GradientPath, GradientSum
-from zero.buckets.transport import AllReduce, Direct, TransportOf
+from zero.buckets.transport import AllReduce, Direct, Transport, TransportOf
 from zero.memory.placement import Offload, OffloadConfig, Placement
 from zero.partition.config import NUM_STAGED
 from zero.partition.layout import BucketRange
 from zero.partition.stage import STAGES, GradientTypes
+from zero.transports.coded import Coded
 from zero.transports.fixed_order import FixedOrder
 from zero.transports.two_level import TwoLevel
 
@@ -44,6 +47,10 @@ def along_another_axis(data: Axis) -> TransportOf:
 
 def of_each_parameter(data: Axis) -> TransportOf:
     return lambda _name, _param: Direct(data)
+
+
+def coded(data: Axis, base: Callable[[Axis], Transport] = Direct) -> Coded:
+    return Coded(base(data), WholeNumbers())
 
 
 def two_level(data: Axis, *, over_all: bool = False, in_fp32: bool = False) -> TwoLevel:
@@ -66,6 +73,7 @@ GATHER_SHARD, SCATTER_SHARD = ("all_gather", "shard", 1.0), ("reduce_scatter", "
 GATHER_REPLICA, EXCHANGE_REPLICA = ("all_gather", "replica", 0.5), ("all_to_all", "replica", 0.5)
 EXCHANGE, EXCHANGE_SHARD = ("all_to_all", "data", 1.0), ("all_to_all", "shard", 1.0)
 two_blocks = partial(fixed_order, num_blocks=2)
+coded_over_all = partial(coded, base=partial(two_level, over_all=True))
 HOST = {"offload": OffloadConfig("host")}
 DIRECT = {"gather": [GATHER], "reduce": [SCATTER], "last": [SCATTER]}
 GROUPS = {
@@ -74,6 +82,7 @@ GROUPS = {
     "last": [SCATTER_SHARD, ("all_reduce", "replica", 0.5)],
 }
 OVER_ALL = GROUPS | {"last": [SCATTER_SHARD, ("reduce_scatter", "replica", 0.5)], "publish": [GATHER_REPLICA]}
+CODED_OVER_ALL = OVER_ALL | {"lossy": [GATHER_SHARD]}
 FIXED = {"gather": [GATHER], "reduce": [EXCHANGE], "last": [EXCHANGE]}
 FIXED_GROUPS = GROUPS | {"reduce": [EXCHANGE_SHARD], "last": [EXCHANGE_SHARD, EXCHANGE_REPLICA, GATHER_REPLICA]}
 FIXED_OVER_ALL = OVER_ALL | FIXED_GROUPS | {"last": [EXCHANGE_SHARD, EXCHANGE_REPLICA]}
@@ -108,6 +117,9 @@ ROWS = {
     "fixed order of groups, over all": Row(
         partial(fixed_order, num_blocks=2, over_all=True), 4, (2, 3), FIXED_OVER_ALL, 2, can_keep=False
     ),
+    "coded": Row(coded, 2, (1, 2, 3), DIRECT | {"lossy": [GATHER]}, is_lossy=True),
+    "coded, over all": Row(coded_over_all, 4, (1, 2, 3), CODED_OVER_ALL, 2, is_lossy=True),
+    "coded, over all, host": Row(coded_over_all, 4, (1, 2, 3), CODED_OVER_ALL, 2, is_lossy=True, **HOST),
     "8 bits": Row(EightBit, 2, (1, 2, 3), FIXED, is_lossy=True),
 }
 each_row = pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
@@ -127,10 +139,12 @@ def test_training_equals_one_process(row, run):
             params = {name: found.params[of_kind[name]] for name in of_kind}
             chosen = {name: param for name, param in expected.params.items() if name in params}
             with noting((rank, cases[number])):
-                last, tolerance = (1, 0.05) if row.is_lossy else (len(found.norms), 1e-10)
-                torch.testing.assert_close(found.losses[:last], expected.losses[:last], rtol=0, atol=tolerance)
-                torch.testing.assert_close(found.norms[:last], expected.norms[:last], rtol=0, atol=tolerance)
-                assert row.is_lossy or torch.testing.assert_close(params, chosen, rtol=0, atol=tolerance) is None
+                last, tolerances = len(found.norms), {"rtol": 0, "atol": 1e-10}
+                if row.is_lossy:
+                    last, tolerances = 1, {"rtol": 0.02, "atol": 0}
+                torch.testing.assert_close(found.losses[:last], expected.losses[:last], **tolerances)
+                torch.testing.assert_close(found.norms[:last], expected.norms[:last], **tolerances)
+                assert row.is_lossy or torch.testing.assert_close(params, chosen, **tolerances) is None
                 assert found.num_skipped == 1
                 same = of_ranks[row.kind_of(rank)][number]
                 assert found.norms == same.norms

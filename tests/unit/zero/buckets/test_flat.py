@@ -12,7 +12,6 @@ from parallel.mesh import Axis, Work
 from zero.buckets.flat import FlatContext, FlatParameters, absent, is_absent
 from zero.buckets.guarded_parameter import ParameterGuard
 from zero.buckets.transport import Direct
-from zero.buckets.weight_codes import WeightScales
 from zero.memory.placement import Offload
 from zero.memory.streams import SideStream
 from zero.partition.config import ZeroConfig
@@ -50,7 +49,7 @@ def flat_parameters(lifetime: Lifetime, reads: NotedReads | None = None) -> Flat
     guard = ParameterGuard({param: name for name, param in params.items()}, reads or NotedReads())
     config, device = ZeroConfig(3), torch.device("cpu")
     transport = Direct(LateAxis("data", 2, 0, CommLog())).open(device, keeps_full=False)
-    context = FlatContext(config, 32, Offload(device), guard, SideStream(device), WeightScales({}, device))
+    context = FlatContext(config, 32, Offload(device), guard, SideStream(device))
     return FlatParameters(params, lifetime, attrgetter("data"), transport, context)
 
 

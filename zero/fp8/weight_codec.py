@@ -1,18 +1,15 @@
-"""Weights that are gathered in FP8: ranks send codes of their shards, and fill the full buffer from the codes.
+"""Weights as codes of 8 bits, by parts: what ranks send of weights that products in FP8 read.
 
     owned weights -> amax of their blocks -> one all-reduce of maxima a step -> scales, the same on all ranks
-    shard, rounded to bf16 -> codes, a byte each -> all-gather -> codes times scales -> the rest of the full buffer
+    values, rounded to bf16 -> codes, a byte each -> codes times scales
 
 [Note: the same bits] The layer quantizes what is in the full buffer, and gets the codes that were sent: the largest
 element of a block is the largest code times the scale, which rounds to the same bf16 number, so the scale is the same;
 and any other element is its code times the scale, rounded to bf16: off by half a step of bf16 at most, which is too
 little to reach another code.
-
-A rank's own shard keeps its exact values, so that what is written in place is compared with master weights that it
-rounds to; whoever reads parameters, as in `gathered()`, has the others gathered exactly first.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -22,8 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from parallel.mesh import Axis
-from zero.fp8.scaling import CODES, Blocks, encode, scale_of
-from zero.partition.layout import Ranges, Slice, cut, overlap, rectangles
+from parallel.validation.errors import ConfigError
+from zero.fp8.scaling import CODES, RECIPES, Blocks, encode, scale_of, scaled_weights
+from zero.partition.layout import Slice, cut, rectangles
 
 AT_ONCE = 2**24  # elements at a time: temporaries in fp32 have this length
 
@@ -37,8 +35,8 @@ class Rectangle(NamedTuple):
     num_columns: int
 
 
-class WeightScales:
-    """The scales of all weights of a model that are sent in FP8, by blocks."""
+class WeightCodec:
+    """The codes of all weights of a model that are sent in FP8, with a scale for each block."""
 
     def __init__(self, blocks_of: Mapping[nn.Parameter, Blocks], device: torch.device):
         self._sizes_of = {param: blocks.sizes(param.shape) for param, blocks in blocks_of.items()}
@@ -133,37 +131,13 @@ class WeightScales:
         return cut(of_all, elements).view(shape)[rows, columns]
 
 
-class BucketCodes:
-    """The codes of one bucket's elements, all of which belong to weights that are sent in FP8."""
-
-    def __init__(self, scales: WeightScales, slices: Sequence[Slice], ranges: Ranges):
-        """`slices` are those of all elements of the bucket."""
-        self._scales, self._slices, self._elements, self._own = scales, slices, ranges.elements, ranges.rest
-
-    def encode(self, own_values: Tensor, codes: Tensor) -> Tensor:
-        """Write this rank's shard to its place in the codes of the bucket; return that place."""
-        for where, part in _within(self._slices, self._own):
-            self._scales.encode(where, cut(own_values, part, self._own.start), cut(codes, part, self._elements.start))
-        return cut(codes, self._own, self._elements.start)
-
-    def round_trip(self, values: Tensor, elements: range) -> None:
-        """Replace values of some elements of the bucket by those of their codes."""
-        codes = values.new_empty(values.shape, dtype=torch.uint8)
-        for where, part in _within(self._slices, elements):
-            own, own_codes = cut(values, part, elements.start), cut(codes, part, elements.start)
-            self._scales.encode(where, own, own_codes)
-            self._scales.decode(where, own_codes, own)
-
-    def decode(self, codes: Tensor, full: Tensor) -> None:
-        """Write the values of all codes but those of this rank's shard, whose values `full` has."""
-        for others in (range(self._elements.start, self._own.start), range(self._own.stop, self._elements.stop)):
-            for where, part in _within(self._slices, others):
-                first = self._elements.start
-                self._scales.decode(where, cut(codes, part, first), cut(full, part, first))
-
-
-def _within(slices: Iterable[Slice], elements: range) -> Iterator[tuple[Slice, range]]:
-    """Iterate over the parts of slices that are in a range, each with its elements."""
-    for where in slices:
-        if part := overlap(where.elements, elements):
-            yield where._replace(elements=part), part
+def weight_codec(module: nn.Module, device: torch.device) -> WeightCodec:
+    """Return the codec of the weights that products in FP8 read. Raises ConfigError if the module has none."""
+    found = {param: RECIPES[recipe] for _, param, recipe in scaled_weights(module)}
+    if coded := {param: row.weight for param, row in found.items() if row.same_transposed}:
+        return WeightCodec(coded, device)
+    read = "multiplies by recipes that quantize a weight and its transpose apart" if found else "reads no weight in FP8"
+    raise ConfigError(
+        f"ZeroConfig.gather_dtype=fp8: the module {read}; call zero.fp8.convert with tensorwise or blockwise before it "
+        "is wrapped, or choose gather_dtype=null"
+    )
