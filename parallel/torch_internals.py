@@ -5,6 +5,7 @@ a new torch behaves differently. What every operation calls is torch's own objec
 function would add a call to every operation.
 """
 
+import importlib
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -254,3 +255,12 @@ class UnguardedDispatchMode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # read when a subclass is created: True would wrap its __torch_dispatch__ in the guard
+
+
+def load_compiler() -> None:
+    """Import what `torch.compiler.disable` needs.
+
+    Called when a module is imported: an import of it keeps the frames of all callers, and what they refer to, until
+    Python's collector of cycles runs.
+    """
+    importlib.import_module("torch._dynamo")

@@ -17,10 +17,12 @@ _MODULES = {
     "parallel.world": "start_world stop_world",
     "zero.activations.checkpointed_blocks": "ActivationsConfig checkpointed_blocks",
     "zero.buckets.guarded_parameter": "GradientAccessError ShardedParameterError",
+    "zero.buckets.home": "Home Homes",
     "zero.buckets.transport": "AllReduce Direct Transport",
     "zero.dcp.folder": "load_distributed",
     "zero.dcp.state": "DistributedState",
     "zero.engine": "ZeroDataParallel",
+    "zero.homes.on_host": "OnHost",
     "zero.memory.placement": "OffloadConfig",
     "zero.optimizer": "ZeroOptimizer",
     "zero.optimizers.adamw8bit": "AdamW8bit",
@@ -55,12 +57,15 @@ if TYPE_CHECKING:  # the same names, for type checkers and editors
     from zero.activations.checkpointed_blocks import checkpointed_blocks as checkpointed_blocks
     from zero.buckets.guarded_parameter import GradientAccessError as GradientAccessError
     from zero.buckets.guarded_parameter import ShardedParameterError as ShardedParameterError
+    from zero.buckets.home import Home as Home
+    from zero.buckets.home import Homes as Homes
     from zero.buckets.transport import AllReduce as AllReduce
     from zero.buckets.transport import Direct as Direct
     from zero.buckets.transport import Transport as Transport
     from zero.dcp.folder import load_distributed as load_distributed
     from zero.dcp.state import DistributedState as DistributedState
     from zero.engine import ZeroDataParallel as ZeroDataParallel
+    from zero.homes.on_host import OnHost as OnHost
     from zero.memory.placement import OffloadConfig as OffloadConfig
     from zero.optimizer import ZeroOptimizer as ZeroOptimizer
     from zero.optimizers.adamw8bit import AdamW8bit as AdamW8bit

@@ -7,6 +7,7 @@ transient parameters     are unsharded a unit at a time: see zero/units/schedule
 
 import logging
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -25,10 +26,12 @@ from zero.buckets.flat import FlatContext, FlatParameters, is_absent
 from zero.buckets.gradients import GradientReducer
 from zero.buckets.guarded_parameter import ParameterGuard, changes
 from zero.buckets.hashes import GradientHashes
+from zero.buckets.home import Homes
 from zero.buckets.tensor_tree import cast_floating_point
 from zero.buckets.transport import Transport, TransportOf
 from zero.checks import check_arguments, check_module, refuse_replacing
-from zero.memory.placement import NO_OFFLOAD, Offload, OffloadConfig
+from zero.homes.of_settings import homes_of
+from zero.memory.placement import NO_OFFLOAD, OffloadConfig
 from zero.memory.streams import SideStream
 from zero.order.agreement import LaunchOrder
 from zero.partition.config import ZeroConfig
@@ -68,7 +71,8 @@ class ZeroDataParallel(nn.Module):
     first. Pass `init` if the module was built inside a `ShardedInit`. With `device`, the module moves there, a unit at
     a time. With `param_dtype`, floating-point parameters, and inputs of the forward if `cast_forward_inputs`, are cast
     to it; buffers are not, and master weights begin with the values before the cast. `transport` says how buckets are
-    communicated, for all parameters or by a function of (name, parameter); by default the settings say it. Raises
+    communicated, for all parameters or by a function of (name, parameter), and `homes` in which memories states begin;
+    by default the settings say both. Raises
     ValueError if the module cannot be wrapped, TypeError if an argument has another class, and DivergedRanks if another
     rank wraps another one.
     """
@@ -85,6 +89,7 @@ class ZeroDataParallel(nn.Module):
         *,
         cast_forward_inputs: bool = True,
         transport: Transport | TransportOf | None = None,
+        homes: Homes | None = None,
     ):
         super().__init__()
         data, config = as_axis(data), ZeroConfig() if config is None else config
@@ -93,21 +98,22 @@ class ZeroDataParallel(nn.Module):
         self.module, self.config, self.data = module, config, data
         self._input_dtype = param_dtype if cast_forward_inputs else None
         unshards = config.policy.full_params is Lifetime.TRANSIENT
-        self.offload = Offload(device or next(module.parameters()).device, offload)
+        self.offload = offload
+        self.homes = homes or homes_of(offload, device or next(module.parameters()).device)
         own = assign_parameters(module, self._unit_names())
         launch_order = LaunchOrder(config.policy.compared_axis(data), list(own))
         self._access = UnitAccess()
         self._guard = ParameterGuard({param: name for name, param in module.named_parameters()}, self._access)
-        self._transports = Transports(transport, module, own.values(), config, data, self.offload.device)
+        self._transports = Transports(transport, module, own.values(), config, data, self.homes.device)
         numel = self._bucket_numel(own, param_dtype or next(module.parameters()).dtype)
-        gather_stream = SideStream(self.offload.device)
-        context = FlatContext(config, numel, self.offload, self._guard, gather_stream, param_dtype)
+        gather_stream = SideStream(self.homes.device)
+        context = FlatContext(config, numel, self.homes, self._guard, gather_stream, param_dtype)
         self._make_units(own, context, init, launch_order)
         if init:
             restore_parameter_tables(module)  # after the last `pop_full`
         _move_buffers(module, data, device)
         trainable = in_order_of_use(self.units.values(), module)
-        self.reducer = GradientReducer(trainable, self.transports, config, launch_order, self.offload)
+        self.reducer = GradientReducer(trainable, self.transports, config, launch_order, self.homes)
         self.after_owned_changed()
         self.planner: Residency = self._residency()
         self._passes = Passes(self.reducer, launch_order)
@@ -115,7 +121,7 @@ class ZeroDataParallel(nn.Module):
             scheduler = UnitScheduler(module, self._access, self.planner, self._passes, self.reducer)
             self._hooks: ModuleHooks | PersistentHooks = scheduler.hooks
         else:
-            readers = hook_readers(module, self.wait_for_updates) if config.overlap_gather else []
+            readers = hook_readers(module, self._access.wait_for_updates) if config.overlap_gather else []
             self._hooks = PersistentHooks(self._passes.begin_forward, readers)
         refuse = Hook(refuse_replacing)
         self._hooks.handles += [part.register_load_state_dict_pre_hook(refuse) for part in module.modules()]
@@ -164,10 +170,9 @@ class ZeroDataParallel(nn.Module):
         """Make updated parameters, some or all, readable by what is launched after this.
 
         They may still be on their way with `overlap_gather`. Without `params`, owned parameters and master weights may
-        then be written too. Before the host writes them, call `Offload.synchronize`.
+        then be written too. Before the host writes them, call `Homes.settle`.
         """
-        for flat in self.flats:
-            flat.wait_for_updates(params)
+        self._access.wait_for_updates(params)
         for bucket in self.buckets if params is None else ():
             bucket.params.wait_for_update()
 
@@ -265,7 +270,7 @@ class ZeroDataParallel(nn.Module):
     def loading_masters(self) -> Iterator[None]:
         """Let master weights be written inside this context, and parameters follow them; all ranks enter it."""
         self.wait_for_updates()
-        self.offload.synchronize()  # the host may write what is stored in its memory
+        self.homes.settle()  # the host may write what is stored in its memory
         for flat in self.flats:
             flat.reshard()  # before: a transient full buffer that stayed unsharded would keep the old values
             flat.take_replaced()  # so that the parameters read what is loaded
@@ -289,9 +294,7 @@ class ZeroDataParallel(nn.Module):
             raise ConfigError("a model that is split along a tensor axis needs its optimizer, which knows that axis")
         from zero.buckets.chunked_tensor import ParameterChunks
 
-        return ParameterChunks(
-            self.module, split, self.shard_axis, tensor or Axis.trivial("tensor"), self.offload.device
-        )
+        return ParameterChunks(self.module, split, self.shard_axis, tensor or Axis.trivial("tensor"), self.homes.device)
 
     @torch.no_grad()
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
@@ -335,7 +338,7 @@ class ZeroDataParallel(nn.Module):
         self.wait_for_updates()
         for optimizer in self.reducer.users.params_of:
             optimizer.take_changes()
-        self.offload.synchronize()
+        self.homes.settle()
 
     def _shards(self, state: Mapping[str, Any]) -> "dict[str, ChunkedTensor]":
         """Return the shards of the parameters in a state of the module, by their keys."""
@@ -398,6 +401,20 @@ class ZeroDataParallel(nn.Module):
             "a ZeroDataParallel cannot be copied; copy the module inside it, in `with model.gathered() as module:`"
         )
 
+    def __del__(self) -> None:
+        """Let go of the module: hooks, classes of parameters, and what refers to them.
+
+        The parts of an engine refer to each other, and so do parameters: without this, the memory of all of them would
+        be freed when Python's collector of cycles runs.
+        """
+        parts = vars(self)
+        if sys.is_finalizing() or "_hooks" not in parts:  # its construction has raised
+            return
+        self._hooks.remove()
+        self._guard.release_all()
+        for part in (self._hooks, self._passes, self._access, self._guard, self.planner, self.reducer):
+            vars(part).clear()
+
     def _unit_names(self) -> list[str]:
         """Return the names of the modules whose parameters are unsharded together; "" is the whole module."""
         if self.config.policy.full_params is Lifetime.PERSISTENT:
@@ -408,10 +425,10 @@ class ZeroDataParallel(nn.Module):
     def _bucket_numel(self, own: dict[str, dict[str, nn.Parameter]], dtype: torch.dtype) -> int:
         """Return the number of elements of a bucket, for units with these parameters."""
         unit_numels = [sum(param.numel() for param in params.values()) for params in own.values()]
-        if self.offload.config.mode == "auto":
+        if self.offload.mode == "auto":
             from zero.gemini.chunks import search_chunk_size
 
-            numel, unfilled_numel = search_chunk_size(unit_numels, self.offload.config, self._transports.grain)
+            numel, unfilled_numel = search_chunk_size(unit_numels, self.offload, self._transports.grain)
             logger.info("offload: chunks of %d elements, %d unfilled", numel, unfilled_numel)
             return numel
         return self.config.chosen_bucket_numel(sum(unit_numels), self.data.size, dtype)
@@ -448,13 +465,14 @@ class ZeroDataParallel(nn.Module):
         prefetch_numel = self.config.prefetch_numel
         if prefetch_numel is None:  # the largest unit, so that the next one is always gathered ahead
             prefetch_numel = max(LEAST_PREFETCHED, *(unit.transient_numel for name, unit in units.items() if name), 0)
-        if self.offload.config.mode != "auto" and self.offload.config.accelerator_memory_gb is None:
+        if self.offload.mode != "auto" and self.offload.accelerator_memory_gb is None:
             return Residency(prefetch_numel)
         from zero.gemini.planner import PlacementPlanner
 
-        planner = PlacementPlanner(self.offload, prefetch_numel)
+        planner = PlacementPlanner(self.offload, self.homes, prefetch_numel)
         reductions = self.reducer.reductions
-        planner.check_units(units.values(), reductions.staging.num_bytes + self.offload.gradients.num_bytes)
+        pools = (pool for home in self.homes.all for pool in home.pools.values())
+        planner.check_units(units.values(), reductions.staging.num_bytes + sum(pool.num_bytes for pool in pools))
         return planner
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ZeroDataParallel":

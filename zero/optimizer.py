@@ -24,14 +24,14 @@ import torch
 from torch import Tensor
 
 from parallel.autograd_internals import foreach_mul_
-from parallel.memory_kinds import TensorKind, allocating
+from parallel.memory_kinds import TensorKind
 from parallel.mesh import Axis
 from parallel.tensor.gradient_sums import GradientSums, set_deferred
 from parallel.tensor.split_parameters import split_dims
 from parallel.validation.errors import ConfigError, check_type
 from zero.buckets.bucket import Bucket
+from zero.buckets.home import Home
 from zero.engine import ZeroDataParallel
-from zero.memory.placement import Placement
 from zero.step.assembled_updates import assembled_updates
 from zero.step.bucket_groups import BucketGroups
 from zero.step.bucketed_optimizer import BucketedOptimizer
@@ -43,7 +43,7 @@ from zero.step.probe import probe_atoms
 if TYPE_CHECKING:
     from zero.buckets.chunked_tensor import ParameterChunks
 
-Scales = dict[Placement, tuple[Tensor, ...]]  # (clip coefficient, flag of a skipped step) in each memory
+Scales = dict[Home, tuple[Tensor, ...]]  # (clip coefficient, flag of a skipped step) as each home uses them
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -92,15 +92,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._clip_norm = math.inf if clip_norm is None else clip_norm
         if not self._clip_norm > 0:
             raise ConfigError(f"clip_norm={clip_norm} of ZeroOptimizer is not above 0; choose None not to clip")
-        device, config = model.offload.device, model.offload.config
+        device = model.homes.device
         self.loss_scale = LossScale(device=device) if loss_scale is None else loss_scale
         check_type("`tensor` of ZeroOptimizer", self.tensor, Axis, "give it `mesh.tensor`")
         check_type("`loss_scale` of ZeroOptimizer", self.loss_scale, LossScale, "such as LossScale(2.0**16)")
         warns = warn_skipped and not self.loss_scale.is_dynamic
         self._skipped_steps = SkippedSteps(device, max_skipped_in_a_row, warns)
         groups = as_groups(model.module.parameters() if groups is None else groups)
-        first = model.offload.device_of(config.initial_placement("optimizer"))
-        state_bytes = probe_atoms(optimizer, settings, first, groups, model.config.alignment)
+        state_bytes = probe_atoms(optimizer, settings, model.homes.optimizer.device, groups, model.config.alignment)
         flats = [flat for flat in model.flats if flat.is_trainable]
         pieces = self._pieces = OwnedPieces(flats, groups, set(model.module.parameters()))
         self._bucketed = BucketedOptimizer(optimizer(pieces.groups(groups), **settings), state_bytes, groups)
@@ -117,7 +116,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.grad_norm = GradNorm(pieces.owned, pieces.params, self.tensor, split, self.loss_scale.scale)
         self._check_others()
         self._sums = self._deferred_sums()
-        self._bucket_groups = BucketGroups(flats, self.buckets, self.matrices.buckets, model.offload)
+        self._bucket_groups = BucketGroups(flats, self.buckets, self.matrices.buckets)
         self._take_calls_of_inner()
         model.reducer.users.add(self, pieces.params)
 
@@ -150,8 +149,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return self._skipped_steps.num_skipped
 
     @property
-    def cast_buffers(self) -> dict[Placement, Tensor]:
-        """The buffer of cast gradients in each memory that needs one."""
+    def cast_buffers(self) -> dict[Home, Tensor]:
+        """The buffer of cast gradients in each home that needs one."""
         return self._bucket_groups.cast_buffers
 
     @property
@@ -185,9 +184,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         axes = model.data, self.tensor
         model.before_step(self._pieces.params)
         model.reducer.complete()
-        self._unused.find(model.reducer.used, axes, model.offload.device)
+        self._unused.find(model.reducer.used, axes, model.homes.device)
         model.planner.before_update(axes)
-        self._bucket_groups.let_host_use()  # gradients that were copied to it
+        self._bucket_groups.settle()  # gradients that were copied to their homes
         for sums, parts in self._sums:
             sums.sum_at_once([bucket.owned_part(bucket.grads.own, part) for bucket, part in parts])
         with self._bucketed.stepping():
@@ -280,19 +279,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def bytes_to_place(self, bucket: Bucket) -> int:
         """Return the memory that `place` would allocate on the accelerator, without the cast buffer."""
-        needs_own_master = bucket.master.dtype != bucket.params.own.dtype or bucket.params.placement is Placement.HOST
+        needs_own_master = bucket.master.dtype != bucket.params.own.dtype or bucket.params.home.is_apart
         # Full gradients that persist have it already.
         gradient = 0 if bucket.grads.path.persists else bucket.grads.total.rest.nbytes
         moments = self._bucketed.state_bytes(self.pieces_of(bucket))
         return moments + bucket.master.nbytes * needs_own_master + gradient
 
-    def place(self, bucket: Bucket, placement: Placement) -> None:
+    def place(self, bucket: Bucket, home: Home) -> None:
         """Move a bucket's master weights, moments and owned gradient, between steps. The gradient's values are lost."""
         self._model.wait_for_updates()  # gathers read the owned parameters, which may be the master weights
-        bucket.place_master(placement)
-        new = partial(self._model.offload.new, placement, TensorKind.MOMENTS)
-        self._bucketed.move(self.pieces_of(bucket), bucket.master, new)
-        bucket.grads.place(placement)
+        bucket.place_master(home)
+        self._bucketed.move(self.pieces_of(bucket), bucket.master, partial(home.new, TensorKind.MOMENTS))
+        bucket.grads.place(home)
         self._bucket_groups.regroup()
 
     def _take_calls_of_inner(self) -> None:
@@ -325,7 +323,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                     f"{self.tensor.size} ranks, and the gradients of one would not be summed over them; give both the "
                     "same axis"
                 )
-            if self._model.offload.config.mode == "auto":
+            if self._model.offload.mode == "auto":
                 raise ConfigError(
                     "OffloadConfig.mode=auto moves buckets for one optimizer, and this model has two; choose host or "
                     "accelerator"
@@ -367,7 +365,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if all(group.get("train_mode") is (name == "train") for group in self.param_groups):
             return  # the parameters have these values already
         with self._publishing():
-            self._bucket_groups.let_host_use()  # it writes what may still be copied from it
+            self._bucket_groups.settle()  # it writes what may still be copied
             with self._bucketed.with_pieces():
                 call()
             for bucket in self.buckets:
@@ -376,8 +374,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _update_all(self, coefficient: Tensor, skip: Tensor) -> None:
         self.matrices.begin()  # before the round, which reads the counters of the groups
         self._bucketed.begin_round()
-        offload = self._model.offload
-        scales = {p: offload.scalars_on(p, coefficient, skip) for p in Placement if self._bucket_groups.on(p)}
+        scales = {home: home.scalars(coefficient, skip) for home in self._bucket_groups.homes}
         for buckets in self._groups_in_order(scales, with_matrices=True):
             self._update(buckets, scales)
         self.matrices.send()
@@ -402,24 +399,24 @@ class ZeroOptimizer(torch.optim.Optimizer):
         The accelerator's come first: each rank has placed a prefix of the buckets there, perhaps of another length, so
         that all ranks launch their all-gathers in the order of the layout.
         """
-        for placement, (_, skip) in scales.items():
+        for home, (_, skip) in scales.items():
             self._bucketed.set_flag(skip)
-            yield from self._bucket_groups.of(placement, with_matrices=with_matrices)
+            yield from self._bucket_groups.of(home, with_matrices=with_matrices)
 
     def _update(self, buckets: list[Bucket], scales: Scales) -> None:
         """Step the torch optimizer for a group of buckets.
 
         Their gradients are cast to the master weights' dtype first, into one buffer, or are all used as they are.
         """
-        placement = buckets[0].optimizer_placement
+        home = buckets[0].home
         grads = [bucket.grads.own for bucket in buckets]
         if buckets[0].casts_gradient:
-            scaled = grads = self._bucket_groups.cast(grads, placement)
+            scaled = grads = self._bucket_groups.cast(grads, home)
         else:
             scaled = [grad for bucket in buckets for grad in self._pieces.own_grads(bucket)]
         if scaled:
-            foreach_mul_(scaled, scales[placement][0])
-        with allocating(TensorKind.MOMENTS, on_host=placement is Placement.HOST):  # in the optimizer's first step
+            foreach_mul_(scaled, scales[home][0])
+        with home.allocating(TensorKind.MOMENTS):  # in the optimizer's first step
             elements = [self._unused.without(self.matrices.other_pieces[bucket]) for bucket in buckets]
             self._bucketed.step(list(zip(elements, grads, strict=True)))
         for bucket, grad in zip(buckets, grads, strict=True):

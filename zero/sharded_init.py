@@ -24,7 +24,7 @@ from parallel.torch_internals import real_tensors
 from parallel.validation.errors import ConfigError
 from zero.buckets.flat import absent
 from zero.checks import IS_COMPLEX
-from zero.memory.placement import NO_OFFLOAD, OffloadConfig, Placement
+from zero.memory.placement import NO_OFFLOAD, OffloadConfig
 from zero.partition.layout import overlap
 from zero.partition.stage import Lifetime, ShardingPolicy
 from zero.torch_ranks import AxisLike, as_axis
@@ -55,7 +55,7 @@ class ShardedInit:
         offload: OffloadConfig = NO_OFFLOAD,
     ):
         self._data = as_axis(data)
-        self._is_on_host = offload.initial_placement("parameters") is Placement.HOST
+        self._is_on_host = "parameters" in offload.offloaded_states
         self._axis = levels_of(policy, self._data)[0]
         limit = UNSHARDED_NUMEL if unsharded_numel is None else unsharded_numel
         self._unsharded_numel = limit if policy.full_params is Lifetime.TRANSIENT else math.inf

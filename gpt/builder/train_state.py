@@ -35,8 +35,8 @@ from parallel.torch_internals import options_of_exact_division
 from parallel.validation.errors import ConfigError
 from parallel.world import StartOptions, World
 from zero.activations.checkpointed_blocks import ActivationsConfig, check_replicas, checkpointed_blocks, recomputed
+from zero.buckets.home import Homes
 from zero.engine import ZeroDataParallel
-from zero.memory.placement import Offload, Placement
 from zero.optimizer import ZeroOptimizer
 from zero.partition.stage import Lifetime
 from zero.sharded_init import ShardedInit
@@ -287,7 +287,7 @@ def build_optimizer(
 ) -> ZeroOptimizer:
     """Return the optimizer over the shards of the model."""
     assert isinstance(model.module, GPT)
-    optimizer, options, name = choose_optimizer(settings, model.offload)
+    optimizer, options, name = choose_optimizer(settings, model.homes)
     logger.info("optimizer: %s", name)
     return ZeroOptimizer(
         model,
@@ -344,7 +344,7 @@ OPTIMIZERS: dict[str, Callable[[str, nn.Parameter], bool]] = {
 """By the name in the settings, which parameters are updated by it, and not by AdamW."""
 
 
-def choose_optimizer(settings: OptimizerSettings, offload: Offload) -> ChosenOptimizer:
+def choose_optimizer(settings: OptimizerSettings, homes: Homes) -> ChosenOptimizer:
     """Return (class, options, name for the log) of the optimizer of the settings."""
     adam: dict[str, Any] = {"betas": settings.betas, "eps": settings.eps, "cautious_decay": settings.cautious_decay}
     with_momentum = {"momentum": settings.momentum, "nesterov": settings.nesterov}
@@ -352,7 +352,7 @@ def choose_optimizer(settings: OptimizerSettings, offload: Offload) -> ChosenOpt
         case "adamw" if settings.cautious_decay:
             return zero.CautiousAdamW, adam, "fused AdamW with cautious weight decay"
         case "adamw":
-            kind, options, name = choose_adam(settings.implementation, offload)
+            kind, options, name = choose_adam(settings.implementation, homes)
             return kind, options | {"betas": settings.betas, "eps": settings.eps}, name
         case "adamw8bit":
             return zero.AdamW8bit, adam, "AdamW with moments of 8 bits"
@@ -371,14 +371,14 @@ def choose_optimizer(settings: OptimizerSettings, offload: Offload) -> ChosenOpt
             assert_never(unknown)
 
 
-def choose_adam(implementation: str, offload: Offload) -> ChosenOptimizer:
+def choose_adam(implementation: str, homes: Homes) -> ChosenOptimizer:
     """Return (class, options, name for the log) of the AdamW to use. Raises ConfigError if apex's does not work."""
     if implementation == "torch":
         return torch.optim.AdamW, {"fused": True}, "torch.optim.AdamW(fused=True)"
-    params = [nn.Parameter(torch.zeros(1, device=offload.device))]
-    fused = find_apex("apex.optimizers", "FusedAdam", lambda fused: fused(params), offload.device)
-    is_offloaded = offload.config.initial_placement("optimizer") is Placement.HOST
+    params = [nn.Parameter(torch.zeros(1, device=homes.device))]
+    fused = find_apex("apex.optimizers", "FusedAdam", lambda fused: fused(params), homes.device)
+    is_offloaded = homes.optimizer.is_apart
     if fused is None or is_offloaded:
-        problem = "cannot update states in host memory" if is_offloaded else f"does not work on {offload.device.type}"
+        problem = "cannot update states in host memory" if is_offloaded else f"does not work on {homes.device.type}"
         raise ConfigError(f"optimizer.implementation=apex: FusedAdam {problem}; choose optimizer.implementation=torch")
     return fused, {"adam_w_mode": True}, "apex.optimizers.FusedAdam"

@@ -175,13 +175,13 @@ def memory_table(state: TrainState, train: TrainSettings) -> Table:
     table = Table(title=f"Model states per rank, stage {zero.stage}", title_justify="left")
     for heading in ("", "MB", "formula, MB", "bytes per parameter"):
         table.add_column(heading, justify="left" if not heading else "right")
-    offloaded = state.model.offload.config.offloaded_states
+    offloaded = state.model.offload.offloaded_states
     placed = memory.placed(expected, zero.policy, group_size, offloaded)
     for placement, formula in ((Placement.ACCELERATOR, placed.accelerator), (Placement.HOST, placed.host)):
         if not formula.total:
             continue
         found = resident.resident_states(state.model, state.optimizer, placement)
-        buckets = [bucket for bucket in state.optimizer.buckets if bucket.optimizer_placement is placement]
+        buckets = [bucket for bucket in state.optimizer.buckets if resident.placement_of(bucket.home) is placement]
         moments = found.moments or sum(bucket.master.numel() for bucket in buckets) * state_bytes
         gradients = found.gradients or sum(bucket.grads.total.rest.nbytes for bucket in buckets)
         rows = {field.name: getattr(found, field.name) for field in fields(found)}

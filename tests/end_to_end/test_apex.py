@@ -20,7 +20,8 @@ from parallel.world import start_world
 from pretrain_gpt import pretrain
 from tests.end_to_end.runs import options, run
 from tests.ranks import run_ranks
-from zero.memory.placement import Offload, OffloadConfig
+from zero.homes.of_settings import homes_of
+from zero.memory.placement import NO_OFFLOAD, OffloadConfig
 
 CPU = torch.device("cpu")
 
@@ -98,11 +99,11 @@ def test_a_run_resumes_by_the_other_implementation_and_with_offload(corpus, tmp_
 
 
 def test_torchs_is_the_default_and_apexs_is_refused_where_it_cannot_work():
-    assert choose_adam("torch", Offload(CPU))[:2] == (torch.optim.AdamW, {"fused": True})
+    assert choose_adam("torch", homes_of(NO_OFFLOAD, CPU))[:2] == (torch.optim.AdamW, {"fused": True})
     with pytest.raises(ConfigError, match=r"implementation=apex: FusedAdam does not work on cpu; .*=torch"):
-        choose_adam("apex", Offload(CPU))
+        choose_adam("apex", homes_of(NO_OFFLOAD, CPU))
     with mock.patch("gpt.builder.train_state.find_apex", return_value=FusedAdam):
-        assert choose_adam("torch", Offload(CPU))[0] is torch.optim.AdamW
-        assert choose_adam("apex", Offload(CPU))[0] is FusedAdam
+        assert choose_adam("torch", homes_of(NO_OFFLOAD, CPU))[0] is torch.optim.AdamW
+        assert choose_adam("apex", homes_of(NO_OFFLOAD, CPU))[0] is FusedAdam
         with pytest.raises(ConfigError, match="cannot update states in host memory"):
-            choose_adam("apex", Offload(CPU, OffloadConfig("host")))
+            choose_adam("apex", homes_of(OffloadConfig("host"), CPU))

@@ -40,11 +40,12 @@ FLOORS = {
     "zero/activations":     "parallel parallel/tensor zero/memory",
     "zero/buckets":         "parallel zero/partition zero/memory zero/order",
     "zero/transports":      "parallel zero/partition zero/memory zero/fp8 zero/buckets",
+    "zero/homes":           "parallel zero/partition zero/memory zero/buckets",
     "zero/units":           "parallel zero/partition zero/memory zero/order zero/buckets",
     "zero/gemini":          "parallel zero/partition zero/memory zero/order zero/buckets zero/units",
     "zero/step":            "parallel parallel/tensor zero/partition zero/memory zero/buckets",
     "zero":                 "parallel parallel/tensor zero/partition zero/memory zero/order zero/fp8 zero/buckets "
-                            "zero/transports zero/units zero/gemini zero/step",
+                            "zero/transports zero/homes zero/units zero/gemini zero/step",
     "zero/optimizers":      "parallel parallel/tensor zero/partition zero/memory zero/buckets zero/step",
     "zero/state":           "parallel parallel/tensor zero zero/partition zero/memory zero/formulas zero/buckets "
                             "zero/optimizers zero/step",

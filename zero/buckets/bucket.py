@@ -3,10 +3,10 @@
 params.full      all elements, while the parameters are unsharded
 params.rest      what this rank keeps of them: a view of `full` if that persists, else memory of its own
 params.own       what this rank updates, a view of `rest`
-params.cached    a copy of `rest` on the device, if that is in host memory and there is room for the copy
+params.cached    a copy of `rest` on the accelerator, if its home is apart and there is room for the copy
 grads            full gradients, their message, and the sum that is kept: zero/buckets/bucket_gradient.py
 master           the own parameters in at least fp32, stored beside the optimizer's states; in fp32 `params.own`
-                 itself, if both have the same placement
+                 itself, if both have the same home
 
 If full parameters persist, `params.own` may be written in place between steps; master weights that have memory of
 their own follow before the next update.
@@ -21,8 +21,8 @@ from torch import Tensor
 from parallel.memory_kinds import TensorKind
 from parallel.mesh import Work
 from zero.buckets.bucket_gradient import BucketGradient
+from zero.buckets.home import Home, Homes
 from zero.buckets.transport import Transport
-from zero.memory.placement import Offload, Placement
 from zero.memory.streams import SideStream
 from zero.partition.layout import Slice, cut
 from zero.partition.stage import Lifetime
@@ -33,16 +33,14 @@ TAKEN_NUMEL = 2**22  # master weights that are compared with parameters at a tim
 class ParamShard:
     """The parameters of one bucket: what this rank keeps of them, and the full buffer."""
 
-    def __init__(
-        self, full: Tensor, transport: Transport, offload: Offload, lifetime: Lifetime, gather_stream: SideStream
-    ):
+    def __init__(self, full: Tensor, transport: Transport, homes: Homes, lifetime: Lifetime, gather_stream: SideStream):
         """`full`: the elements of the bucket; what is kept is copied to separate memory if `full` is transient."""
         self._transport, ranges = transport, transport.ranges
         self.full, self._in_full = full, ranges.of_bucket(full, ranges.rest)
-        self._offload, self._ranges = offload, ranges
+        self._accelerator, self._ranges = homes.accelerator, ranges
         persists = lifetime is Lifetime.PERSISTENT
-        self.placement = Placement.ACCELERATOR if persists else offload.config.initial_placement("parameters")
-        self.rest = self._in_full if persists else self._copy_rest(self.placement)
+        self.home = homes.accelerator if persists else homes.parameters
+        self.rest = self._in_full if persists else self._copy_rest(self.home)
         self.own = ranges.own_of(self.rest)
         self.cached: Tensor | None = None
         self._gather_stream = gather_stream
@@ -75,16 +73,16 @@ class ParamShard:
         """
         self.wait_for_update()  # of an earlier update, if nothing has read the parameters since then
         if len(self._ranges.own) < len(self._ranges.rest):
-            self._published = self._publish()
+            self._published = self.home.publish(self.rest, self._ranges, self._transport.publish, self._gather_stream)
         if self.cached is not None:
             self.wait_for_update()  # without streams `rest` is copied only now
-            return self._offload.to_accelerator(self.rest, out=self.cached)
+            return self.home.fetch(self.rest, out=self.cached)
         return self.all_gather() if self.persists and (lossless or not self._transport.is_lossy) else Work()
 
     @torch.inference_mode(False)  # an update writes the copy, whatever mode an evaluation has
     def fetch(self) -> None:
         """Keep a copy of `rest` on the device until `evict`. The parameters must be unsharded."""
-        self.cached = self._copy_rest(Placement.ACCELERATOR)
+        self.cached = self._copy_rest(self._accelerator)
 
     def evict(self) -> None:
         """Free the copy on the device; the host has the same values."""
@@ -97,28 +95,14 @@ class ParamShard:
             self._published = None
 
     def _gather(self, room: Tensor | None) -> Work:
-        rest = self.rest if self.cached is None else self.cached
-        if self.placement is Placement.ACCELERATOR or self.cached is not None:
-            return self._transport.gather(rest, self.full, room)
-        # What is kept is copied to its place in `full`, and the all-gather is launched behind the copy, in place.
-        gather = partial(self._transport.gather, self._in_full, self.full, room)
-        return self._offload.to_accelerator(rest, self._in_full, gather)
+        launch = partial(self._transport.gather, full=self.full, room=room)
+        if self.cached is not None:
+            return launch(self.cached)
+        return self.home.gather(self.rest, self._in_full, launch)
 
-    def _publish(self) -> Work:
-        if self.placement is Placement.ACCELERATOR:
-            return self._transport.publish(self.own, self.rest)
-        buffers = self._offload.relays
-        buffer = buffers.take(self.rest.dtype, self.rest.numel())
-        rest = buffer[: self.rest.numel()]
-        own = self._ranges.own_of(rest)
-        sent = self._offload.to_accelerator(self.own, own, partial(self._transport.publish, own, rest))
-        copied = self._gather_stream.launch_after(sent, partial(self._offload.to_host, rest, out=self.rest))
-        buffers.put_back(buffer, copied)
-        return copied
-
-    def _copy_rest(self, placement: Placement) -> Tensor:
+    def _copy_rest(self, home: Home) -> Tensor:
         rest = self._in_full
-        return self._offload.new(placement, TensorKind.PARAMETERS, rest.numel(), rest.dtype).copy_(rest)
+        return home.new(TensorKind.PARAMETERS, rest.numel(), rest.dtype).copy_(rest)
 
 
 class Bucket:
@@ -130,13 +114,12 @@ class Bucket:
         params: ParamShard,
         grads: BucketGradient | None,
         slices: Sequence[Slice],
-        offload: Offload,
     ):
         """`grads` is None if the parameters are frozen; `slices` are the parts of parameters that this rank owns."""
         self.transport, self.ranges, self.params, self.slices = transport, transport.ranges, params, slices
-        self._grads, self._offload = grads, offload
+        self._grads = grads
         self.master = params.own  # until an optimizer calls `place_master`
-        self._master_placement: Placement | None = None
+        self._master_home: Home | None = None
 
     @property
     def grads(self) -> BucketGradient:
@@ -145,36 +128,35 @@ class Bucket:
         return self._grads
 
     @property
-    def optimizer_placement(self) -> Placement:
-        """The memory of the owned gradient, the master weights and the optimizer's states."""
-        return self.grads.placement
+    def home(self) -> Home:
+        """The home of the owned gradient, the master weights and the optimizer's states."""
+        return self.grads.home
 
     def owned_part(self, own: Tensor, elements: range) -> Tensor:
         """Return a view of `elements` of the buffer, which this rank owns, from a tensor that covers its own ones."""
         return cut(own, elements, self.ranges.own.start)
 
-    def place_master(self, placement: Placement) -> None:
-        """Move the master weights to one of the memories, in at least fp32, with their values.
+    def place_master(self, home: Home) -> None:
+        """Move the master weights to a home, in at least fp32, with their values.
 
-        They share the memory of the owned parameters if dtype and placement agree. The caller places the gradients and
+        They share the memory of the owned parameters if dtype and home agree. The caller places the gradients and
         the optimizer's states too. Nothing changes if they are there: other optimizers may have views of them.
         """
-        if placement is self._master_placement:
+        if home is self._master_home:
             return
-        self._master_placement = placement
+        self._master_home = home
         owned, values = self.params.own, self.master
         dtype = torch.promote_types(values.dtype, torch.float32)
         self.master = owned
-        if dtype is not owned.dtype or placement is not self.params.placement:
-            self.master = self._offload.new(placement, TensorKind.MASTER, owned.numel(), dtype)
+        if dtype is not owned.dtype or home is not self.params.home:
+            self.master = home.new(TensorKind.MASTER, owned.numel(), dtype)
         self.master.copy_(values)  # returns early if both are the same memory
 
     def readable_master(self) -> Tensor:
         """Return the master weights; wait for the publication that writes the memory they are in, if it does."""
         if self.master is self.params.own:
             self.params.wait_for_update()
-            if self.params.placement is Placement.HOST:
-                self._offload.synchronize()
+            self.params.home.settle()
         return self.master
 
     @property

@@ -11,9 +11,9 @@ from enum import Enum
 from torch import Tensor, nn
 
 from parallel.memory_kinds import TensorKind
-from zero.buckets.gradient_sum import GradientPath, GradientSum, scale_into
+from zero.buckets.gradient_sum import GradientPath, scale_into
+from zero.buckets.home import Home, Homes
 from zero.buckets.transport import Transport
-from zero.memory.placement import Offload, Placement
 from zero.memory.staging import BufferPool
 from zero.partition.stage import GradientTypes, ShardingPolicy
 
@@ -40,32 +40,20 @@ class BucketGradient:
         gaps: list[range],
         types: GradientTypes,
         policy: ShardingPolicy,
-        offload: Offload,
+        homes: Homes,
     ):
         """`parts`: the elements of each parameter, in the buffer; `gaps`: those that belong to none."""
         self.transport, self.parts, self._gaps, self._ranges = transport, parts, gaps, transport.ranges
-        placement = offload.config.initial_placement("optimizer")
-        path = GradientPath(types, policy, placement)
-        self.total = GradientSum(self._ranges, path, offload, adds_means=transport.adds_means)
+        self.path = path = GradientPath(types, policy)
         self.staging = Staging.FREE
         self.staged: Tensor | None = None  # a buffer of the pool may have more elements than the bucket
         if path.persists:
             numel = len(self._ranges.elements)
-            self.staged = offload.new(Placement.ACCELERATOR, TensorKind.GRADIENTS, numel, path.staged_type)
+            self.staged = homes.accelerator.new(TensorKind.GRADIENTS, numel, path.staged_type)
         self._cast: Tensor | None = None  # a buffer of the pool: `staged` in the type of messages, if that is another
         self._unwritten: set[nn.Parameter] = set()  # parameters without a value in `staged`
         self._scale = transport.scale(types.reduce)
-        self.place(placement)
-
-    @property
-    def path(self) -> GradientPath:
-        """The memories of these gradients."""
-        return self.total.path
-
-    @property
-    def placement(self) -> Placement:
-        """The memory of the sum."""
-        return self.total.path.placement
+        self.place(homes.optimizer)
 
     @property
     def own(self) -> Tensor:
@@ -80,12 +68,13 @@ class BucketGradient:
     @property
     def holds_memory(self) -> bool:
         """True if a reduction holds memory until it is waited for."""
-        is_moved = self.path.casts_message or self.placement is Placement.HOST
+        is_moved = self.path.casts_message or self.home.is_apart
         return not self.path.persists or is_moved or self.transport.holds_memory(self.path.types.reduce)
 
-    def place(self, placement: Placement) -> None:
-        """Move the sum to one of the memories. The values of a gradient that it holds are lost."""
-        self.total.place(placement, self.staged)
+    def place(self, home: Home) -> None:
+        """Move the sum to a home. The values of a gradient that it holds are lost."""
+        self.home = home
+        self.total = home.gradient_sum(self._ranges, self.path, self.staged, adds_means=self.transport.adds_means)
         self.transport.reset()
 
     def write(self, param: nn.Parameter, grad: Tensor, pool: BufferPool) -> None:
@@ -111,10 +100,10 @@ class BucketGradient:
         """Discard the full gradients, and return their memory to the pool unless it persists."""
         self.staging = Staging.FREE
         if self._cast is not None:
-            pool.put_back(self._cast, self.total.host_copy)
+            pool.put_back(self._cast, self.total.last_read)
             self._cast = None
         if self.staged is not None and not self.path.persists:
-            pool.put_back(self.staged, self.total.host_copy)
+            pool.put_back(self.staged, self.total.last_read)
             self.staged = None
 
     def keep(self, pool: BufferPool) -> None:
@@ -130,7 +119,7 @@ class BucketGradient:
     def discard(self, params: Set[nn.Parameter]) -> None:
         """Discard the gradients of some parameters, staged or reduced, and keep those of others.
 
-        The host waits for nothing: call `Offload.synchronize` first if the sum is in host memory.
+        The host waits for nothing: call `Home.settle` first.
         """
         discarded = self.parts.keys() & params
         if self.staging is Staging.FILLING:
@@ -145,7 +134,7 @@ class BucketGradient:
             return
         if self.staged is None:
             self.staged = pool.take(self.path.staged_type)
-        self.total.host_copy.wait()  # before anything is written: that copy may still read the memory
+        self.total.last_read.wait()  # before anything is written: that copy may still read the memory
         for gap in self._gaps:
             self._view(gap).zero_()
         self._unwritten, self.staging = set(self.parts), Staging.FILLING

@@ -17,8 +17,8 @@ from parallel.torch_internals import are_the_same_elements
 from zero.buckets.bucket import Bucket, ParamShard, take_changed
 from zero.buckets.bucket_gradient import BucketGradient
 from zero.buckets.guarded_parameter import ParameterGuard, set_raw_data
+from zero.buckets.home import Homes
 from zero.buckets.transport import Transport
-from zero.memory.placement import Offload
 from zero.memory.staging import free_storage, restore_storage
 from zero.memory.streams import SideStream
 from zero.partition.config import ZeroConfig
@@ -32,7 +32,7 @@ class FlatContext:
 
     config: ZeroConfig
     bucket_numel: int
-    offload: Offload
+    homes: Homes
     guard: ParameterGuard
     gather_stream: SideStream
     """The stream of gathers that wait for publications."""
@@ -73,7 +73,7 @@ class FlatParameters:
         num_shards, num_parts, grain = transport.num_shards, transport.num_parts, transport.grain(alignment)
         self.layout = Layout.of(shapes, num_shards, numel, alignment, num_parts, grain)
         first = next(iter(params.values())).data
-        full = first.new_zeros(self.layout.numel, dtype=context.dtype_of(first), device=context.offload.device)
+        full = first.new_zeros(self.layout.numel, dtype=context.dtype_of(first), device=context.homes.device)
         self.full = tagged(TensorKind.PARAMETERS, full)
         self._param_of = dict(zip(self.layout.spans, params.values(), strict=True))
         placeholder = absent(full)
@@ -284,14 +284,14 @@ class FlatParameters:
         elements = of_bucket.elements
         slices = list(self.slices(elements))
         transport = self.transport.bind(of_bucket.ranges(self.transport.owners.rank), slices)
-        params = ParamShard(cut(self.full, elements), transport, context.offload, self.lifetime, context.gather_stream)
+        params = ParamShard(cut(self.full, elements), transport, context.homes, self.lifetime, context.gather_stream)
         grads = None
         if self.is_trainable:
             parts = {each.param: each.elements for each in slices}
             types, gaps = context.config.gradient_types(self.full.dtype), list(self.layout.gaps(elements))
-            grads = BucketGradient(transport, parts, gaps, types, context.config.policy, context.offload)
+            grads = BucketGradient(transport, parts, gaps, types, context.config.policy, context.homes)
             self._guard.gradients.append(grads)
-        return Bucket(transport, params, grads, list(self.slices(transport.ranges.own)), context.offload)
+        return Bucket(transport, params, grads, list(self.slices(transport.ranges.own)))
 
     def _check_lossless(self) -> None:
         """Raise RuntimeError, once, if parameters were written that have lost digits: no rank knows new scales."""

@@ -1,38 +1,34 @@
 """The gradients of a bucket that a rank keeps: their sum over micro-batches, and in the end the mean over ranks.
 
-rest    the elements that the rank keeps, on the accelerator or in host memory: a view of the full gradients if these
-        persist and the sum is placed on the accelerator, else memory of its own
+rest    the elements that the rank keeps, in the home of the optimizer's states: a view of the full gradients if these
+        persist and that is the accelerator, else memory of its own
 own     the elements that the rank updates, a view of it
 
-A transport gives reduced messages to it by `add`, wherever it is placed. Transports that make a mean only at the end of
+A transport gives reduced messages to it by `add`, wherever it is. Transports that make a mean only at the end of
 a step have `set_mean`, `on_accelerator` and `summed_here` as well (`Transport.adds_means`). Values of any type are
 rounded to that of the sum; those of the message may be overwritten.
 """
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 
 import torch
 from torch import Tensor
 
-from parallel.memory_kinds import TensorKind
 from parallel.mesh import Work
-from zero.memory.placement import Offload, Placement
-from zero.memory.staging import free_storage, restore_storage
+from zero.memory.staging import Allocate, free_storage, restore_storage
 from zero.partition.layout import Ranges, cut, overlap
 from zero.partition.stage import GradientTypes, Lifetime, ShardingPolicy
 
 
 @dataclass(frozen=True)
 class GradientPath:
-    """The memories through which the gradients of a bucket go: full gradients -> message -> sum."""
+    """The types of a bucket's gradients on their way: full gradients -> message -> sum, and what is stored of them."""
 
     types: GradientTypes
     policy: ShardingPolicy
-    placement: Placement
-    """The memory of the sum."""
 
     @property
     def persists(self) -> bool:
@@ -49,32 +45,33 @@ class GradientPath:
         """True if the full gradients are cast into a buffer of the pool, which is then reduced."""
         return self.staged_type is not self.types.reduce
 
-    @property
-    def casts_for_host(self) -> bool:
-        """True if a reduced message is cast before it is copied to the host."""
-        return self.placement is Placement.HOST and self.types.accumulate is not self.types.reduce
-
-    @property
-    def owns_staged(self) -> bool:
-        """True if the sum is a view of the full gradients."""
-        return self.persists and self.placement is Placement.ACCELERATOR
-
-    @property
-    def frees_sum(self) -> bool:
-        """True if the sum is freed between steps; pinned memory stays, because it is expensive to allocate."""
-        is_apart = not self.persists and self.placement is Placement.ACCELERATOR
-        return is_apart and self.policy.owned_grads is Lifetime.TRANSIENT
-
 
 class GradientSum:
-    """The sum of a bucket's gradients over the micro-batches of a step, as far as a rank keeps it."""
+    """The sum of a bucket's gradients over the micro-batches of a step, as far as a rank keeps it: on the accelerator.
 
-    def __init__(self, ranges: Ranges, path: GradientPath, offload: Offload, *, adds_means: bool):
-        """`adds_means`: of the transport. Call `place` before anything else."""
-        self.ranges, self.path, self._offload, self._adds_means = ranges, path, offload, adds_means
+    The sum of another home is a subclass (`Home.gradient_sum`).
+    """
+
+    is_apart = False
+    """True if the sum is not in the memory of the accelerator."""
+
+    def __init__(self, ranges: Ranges, path: GradientPath, new: Allocate, full: Tensor | None, *, adds_means: bool):
+        """Allocate by `new`; `full`: full gradients that persist; `adds_means`: of the transport."""
+        self.ranges, self.path, self._allocate, self._adds_means = ranges, path, new, adds_means
         self.has_sum = False
-        self.host_copy = Work()  # of the last message; waited for before its memory is overwritten
+        self.last_read = Work()  # of the last message; waited for before its memory is overwritten
         self._aside: Tensor | None = None  # the mean of an earlier step that is added to the next one
+        self.owns_staged = path.persists and not self.is_apart
+        """True if the sum is a view of the full gradients."""
+        # Pinned memory stays allocated between steps, because it is expensive to allocate.
+        self._is_freed = not (path.persists or self.is_apart) and path.policy.owned_grads is Lifetime.TRANSIENT
+        if self.owns_staged:
+            assert full is not None
+            self.rest = ranges.of_bucket(full, ranges.rest)
+        else:
+            self.rest = self._new(len(ranges.rest)).zero_()
+        self.own = ranges.own_of(self.rest)
+        self.free()
 
     @property
     def is_empty(self) -> bool:
@@ -85,17 +82,6 @@ class GradientSum:
     def begins_anew(self) -> bool:
         """True if a backward after the last one of its step would overwrite the mean, or divide it again."""
         return self.has_sum and (self.path.persists or not self._adds_means)
-
-    def place(self, placement: Placement, full: Tensor | None) -> None:
-        """Move the sum to one of the memories; `full`: full gradients that persist. The values are lost."""
-        self.path = path = replace(self.path, placement=placement)
-        if path.owns_staged:
-            assert full is not None
-            self.rest = self.ranges.of_bucket(full, self.ranges.rest)
-        else:
-            self.rest = self._new(placement, len(self.ranges.rest)).zero_()
-        self.own = self.ranges.own_of(self.rest)
-        self.free()
 
     def add(self, values: Tensor, scale: float, *, is_last: bool) -> None:
         """Add `scale` times values of all elements of `rest`, on the accelerator; `is_last` of the step."""
@@ -111,45 +97,28 @@ class GradientSum:
 
         `last_read` is the `device_work` of the side stream on which it is read, or `Work` for the computation's stream.
         """
-        if self.path.placement is Placement.ACCELERATOR:
-            yield self.rest
-            return
-        fetched, total = self._take()
-        # The reader waits for the copy on the device, and the host waits for nothing.
-        self._offload.to_accelerator(self.rest, out=total).wait()
-        yield total
-        self._offload.gradients.put_back(fetched, last_read())
+        yield self.rest
 
     @contextmanager
     def summed_here(self, *, is_last: bool) -> Iterator[Tensor]:
         """Yield memory of `rest` on the accelerator, with the sum if there is one, which the caller adds to or sets."""
-        if self.path.placement is Placement.ACCELERATOR:
-            if self.path.frees_sum:
-                restore_storage(self.rest)
-            yield self.rest
-            self._end_sum(self.rest, is_last=is_last)
-            return
-        buffer, total = self._take()
-        if self.has_sum:
-            self._offload.to_accelerator(self.rest, out=total).wait()
-        yield total
-        self._end_sum(total, is_last=is_last)
-        self.host_copy = self._offload.to_host(total, out=self.rest)
-        self._offload.gradients.put_back(buffer, self.host_copy)
+        self._restore()
+        yield self.rest
+        self._end_sum(self.rest, is_last=is_last)
 
     def set_aside(self) -> None:
         """Keep a mean while another backward runs; the next mean is added to it.
 
-        Call `Offload.synchronize` first if it is in host memory: the host reads it.
+        Call `Home.settle` first: the device of the home reads it.
         """
-        if self.path.owns_staged or not self._adds_means:  # the next gradients would overwrite it, or be divided
-            self._aside = self._new(self.path.placement, self.own.numel()).copy_(self.own)
+        if self.owns_staged or not self._adds_means:  # the next gradients would overwrite it, or be divided
+            self._aside = self._new(self.own.numel()).copy_(self.own)
             self.has_sum = False
 
     def free(self) -> None:
         """Discard the sum; free its memory too, unless that is allocated for the whole run (M_D)."""
         self.has_sum, self._aside = False, None
-        if self.path.frees_sum:
+        if self._is_freed:
             free_storage(self.rest)
 
     def discard(self, parts: Iterable[range]) -> None:
@@ -162,48 +131,32 @@ class GradientSum:
                 cut(tensor, elements, own.start).zero_()
 
     def _receive(self, values: Tensor, out: Tensor, scale: float, *, adds: bool, is_last: bool) -> None:
-        if self.path.placement is Placement.ACCELERATOR:
-            if adds:
-                out.add_(values, alpha=scale)
-            else:
-                if self.path.frees_sum:
-                    restore_storage(self.rest)
-                scale_into(out, values, scale)
-            self._end_sum(out, is_last=is_last)
-            return
-        total, cast = values, None
-        if self.path.casts_for_host:
-            cast = self._offload.gradients.take(self.path.types.accumulate)
-            total = cast[: values.numel()]
-        scale_into(total, values, scale)
         if adds:
-            with self.on_accelerator(Work) as earlier:
-                total.add_(earlier)
-        self._end_sum(total, is_last=is_last)
-        self.host_copy = self._offload.to_host(total, out=out)
-        if cast is not None:
-            self._offload.gradients.put_back(cast, self.host_copy)
+            out.add_(values, alpha=scale)
+        else:
+            self._restore()
+            scale_into(out, values, scale)
+        self._end_sum(out, is_last=is_last)
+
+    def _restore(self) -> None:
+        if self._is_freed:
+            restore_storage(self.rest)
 
     def _end_sum(self, total: Tensor, *, is_last: bool) -> None:
         """Add what was set aside to a mean on the accelerator, of `rest` or `own`."""
         self.has_sum = True
         if not is_last or self._aside is None:
             return
-        aside, self._aside = self._aside, None
-        if self.path.placement is Placement.HOST:  # copied back, so that the host does not wait for the device
-            fetched = self._new(Placement.ACCELERATOR, aside.numel())
-            self._offload.to_accelerator(aside, out=fetched).wait()
-            aside = fetched
+        aside, self._aside = self._fetched(self._aside), None
         own = total if total.numel() == aside.numel() else self.ranges.own_of(total)
         own.add_(aside)
 
-    def _take(self) -> tuple[Tensor, Tensor]:
-        """Return a buffer on the accelerator, and a view of it as long as `rest`."""
-        buffer = self._offload.gradients.take(self.path.types.accumulate)
-        return buffer, buffer[: self.rest.numel()]
+    def _fetched(self, aside: Tensor) -> Tensor:
+        """Return what was set aside, on the accelerator."""
+        return aside
 
-    def _new(self, placement: Placement, numel: int) -> Tensor:
-        return self._offload.new(placement, TensorKind.GRADIENTS, numel, self.path.types.accumulate)
+    def _new(self, numel: int) -> Tensor:
+        return self._allocate(numel, self.path.types.accumulate)
 
 
 def scale_into(out: Tensor, values: Tensor, scale: float) -> Tensor:

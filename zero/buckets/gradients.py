@@ -41,9 +41,9 @@ from torch import Tensor, nn
 from parallel.memory_kinds import TensorKind, tagged
 from zero.buckets.bucket import Bucket
 from zero.buckets.hashes import GradientHashes
+from zero.buckets.home import Homes
 from zero.buckets.reductions import ReductionOrder, Reductions
 from zero.buckets.transport import Transport
-from zero.memory.placement import Offload
 from zero.order.agreement import LaunchOrder
 from zero.order.orders import Round
 from zero.partition.config import ZeroConfig
@@ -110,7 +110,7 @@ class GradientReducer:
         transports: Sequence[Transport],
         config: ZeroConfig,
         launch_order: LaunchOrder,
-        offload: Offload,
+        homes: Homes,
     ):
         """`buckets`: the trainable ones, in the order of the layout; `transports`: those of the engine."""
         found = (bucket.transport.rounding_warning(bucket.grads.path.types.reduce) for bucket in buckets)
@@ -119,10 +119,10 @@ class GradientReducer:
         self._policy, self._launch_order = config.policy, launch_order
         self._marks_on_arrival = self._policy.full_params is Lifetime.PERSISTENT
         self._order = ReductionOrder(buckets)
-        self.reductions = Reductions(buckets, transports, offload, overlaps=config.overlap)
+        self.reductions = Reductions(buckets, transports, homes, overlaps=config.overlap)
         self.users = GradientUsers()
         self.used: set[nn.Parameter] = set()  # those with a gradient that an optimizer awaits
-        self._device = offload.device
+        self._device = homes.device
         self._hashes: GradientHashes | None = None
         self._backward = BackwardState.NONE
         self._last_backward_has_begun = False  # of this step
@@ -170,7 +170,7 @@ class GradientReducer:
                 "a second backward after the gradients were reduced; run every backward of a step but the last "
                 "inside `with model.accumulate():`"
             )
-        self.reductions.let_host_use(reduced)
+        self.reductions.settle(reduced)
         for bucket in reduced:  # gradients that an optimizer still awaits are added up
             bucket.grads.total.set_aside()
         self._order.restart()
@@ -253,7 +253,7 @@ class GradientReducer:
             self.clear()
             return True
         self.end()
-        self.reductions.let_host_use(self._order.buckets)
+        self.reductions.settle(self._order.buckets)
         self.used -= self.users.params_of[optimizer]
         for bucket in self._order.buckets:
             bucket.grads.discard(self.users.params_of[optimizer])

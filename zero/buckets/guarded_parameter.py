@@ -117,6 +117,11 @@ class ParameterGuard:
             param.__class__ = self._original[param]  # type: ignore[assignment]
             del param.zero_guard
 
+    def release_all(self) -> None:
+        """Give all parameters their own classes back."""
+        for param in self._original:
+            self.release(param)
+
     def check(self, module: nn.Module, params: Iterable[nn.Parameter]) -> None:
         """Raise ValueError if parameters have been unfrozen, or some of `params` frozen, since `module` was wrapped.
 

@@ -16,8 +16,8 @@ from parallel.memory_kinds import TensorKind
 from parallel.mesh import Work
 from zero.buckets.bucket import Bucket
 from zero.buckets.bucket_gradient import BucketGradient
+from zero.buckets.home import Homes
 from zero.buckets.transport import Transport
-from zero.memory.placement import Offload, Placement
 from zero.memory.staging import BufferPool
 from zero.partition.config import NUM_STAGED
 
@@ -78,19 +78,18 @@ class Reductions:
     buckets.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], transports: Sequence[Transport], offload: Offload, *, overlaps: bool):
-        self.transports, self._offload = transports, offload
+    def __init__(self, buckets: Sequence[Bucket], transports: Sequence[Transport], homes: Homes, *, overlaps: bool):
+        self.transports, self._homes = transports, homes
         self._max_in_flight = MAX_IN_FLIGHT if overlaps else 0
         self._in_flight: deque[tuple[BucketGradient, Work]] = deque()
         paths = [bucket.grads.path for bucket in buckets]
         counts = Counter(path.types.reduce for path in paths if not path.persists or path.casts_message)
         counts = Counter({dtype: min(n, 1 + self._max_in_flight) for dtype, n in counts.items()})
-        allocate = partial(offload.new, Placement.ACCELERATOR, TensorKind.BUFFERS)
+        allocate = partial(homes.accelerator.new, TensorKind.BUFFERS)
         self.staging = BufferPool(
             allocate, max((len(b.ranges.elements) for b in buckets), default=0), counts.elements()
         )
-        casts = dict.fromkeys(path.types.accumulate for path in paths if path.casts_for_host)
-        offload.gradients.reserve(max((len(b.ranges.rest) for b in buckets), default=0), casts)
+        homes.optimizer.reserve(max((len(b.ranges.rest) for b in buckets), default=0), paths)
 
     def launch(self, grads: BucketGradient, *, is_last: bool) -> None:
         """Reduce the gradients of one bucket, those that are missing as zeros; `is_last`: of a step."""
@@ -114,12 +113,13 @@ class Reductions:
         for transport in self.transports:
             transport.close()
         self.staging.free()
-        self._offload.gradients.free()
+        for home in self._homes.all:
+            home.free()
 
-    def let_host_use(self, buckets: Sequence[Bucket]) -> None:
-        """Let the host read and write sums of gradients: it waits for their copies, if some are in its memory."""
-        if any(bucket.grads.placement is Placement.HOST for bucket in buckets):
-            self._offload.synchronize()
+    def settle(self, buckets: Sequence[Bucket]) -> None:
+        """Let the devices of their homes read and write sums of gradients, once these are copied there."""
+        for home in {bucket.grads.home for bucket in buckets}:
+            home.settle()
 
     def _receive_oldest(self) -> None:
         """Wait for the oldest reduction, which ends in its sum, and free the staging memory."""

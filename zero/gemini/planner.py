@@ -19,9 +19,10 @@ import torch
 from parallel.mesh import Axis
 from parallel.validation.errors import ConfigError
 from zero.buckets.bucket import Bucket, ParamShard
+from zero.buckets.home import Home, Homes
 from zero.gemini.chunks import Cycle
 from zero.gemini.recorder import GIGA, UPDATE, MemoryRecorder, Moment
-from zero.memory.placement import Offload, Placement
+from zero.memory.placement import OffloadConfig
 from zero.units.scheduler import NUM_KEPT, Pass, Residency, UnitOrders
 from zero.units.unit import Unit
 
@@ -47,11 +48,11 @@ class PlacementPlanner(Residency):
     plan is made. Else units are prefetched and kept as the configuration says, and the budget is only checked.
     """
 
-    def __init__(self, offload: Offload, prefetch_numel: int):
-        self._is_auto = offload.config.mode == "auto"
+    def __init__(self, offload: OffloadConfig, homes: Homes, prefetch_numel: int):
+        self._is_auto, self._homes = offload.mode == "auto", homes
         super().__init__(0 if self._is_auto else prefetch_numel, may_keep=not self._is_auto)
         self._configured_prefetch_numel = prefetch_numel
-        self.recorder = MemoryRecorder(offload.device, _budget_bytes(offload))
+        self.recorder = MemoryRecorder(homes.device, _budget_bytes(offload, homes.device))
         self._planned_units: dict[Moment, Unit] = {}
         self._plan: dict[Moment, CachedShards] = {}
         self._cached: set[ParamShard] = set()
@@ -116,7 +117,7 @@ class PlacementPlanner(Residency):
         axes: Iterable[Axis],
         buckets: Sequence[Bucket],
         bytes_to_place: Callable[[Bucket], int],
-        place: Callable[[Bucket, Placement], None],
+        place: Callable[[Bucket, Home], None],
     ) -> None:
         """End a step; after the last one that is recorded, make the plan.
 
@@ -133,9 +134,10 @@ class PlacementPlanner(Residency):
             )
             shards = _shards_on_host({unit for order in self.orders.values() for unit in order.current})
             room = least_room - unit_bytes - sum(shard.rest.nbytes for shard in shards)
-            placed_bytes = place_optimizer_states(buckets, room, bytes_to_place, place)
+            here = self._homes.accelerator
+            placed_bytes = place_optimizer_states(buckets, room, bytes_to_place, lambda bucket: place(bucket, here))
             self._plan_cache(unit_bytes + placed_bytes)
-            num_placed = sum(bucket.optimizer_placement is Placement.ACCELERATOR for bucket in buckets)
+            num_placed = sum(not bucket.home.is_apart for bucket in buckets)
             logger.info(
                 "offload: %.3g of %.3g GB are free at the tightest moment; %.3g for units that are prefetched or kept, "
                 "%.3g for the optimizer's states of %d of %d buckets, the rest for shards of parameters",
@@ -167,16 +169,16 @@ class PlacementPlanner(Residency):
         self._cached &= staying
 
 
-def _budget_bytes(offload: Offload) -> float:
+def _budget_bytes(offload: OffloadConfig, device: torch.device) -> float:
     """Return the limit of the accelerator's memory. Raises ConfigError if auto needs one."""
-    if offload.config.accelerator_memory_gb is not None:
-        return offload.config.accelerator_memory_gb * GIGA
-    if offload.device.type != "cuda":
+    if offload.accelerator_memory_gb is not None:
+        return offload.accelerator_memory_gb * GIGA
+    if device.type != "cuda":
         raise ConfigError(
-            f"OffloadConfig.mode=auto on {offload.device.type} has no accelerator to fill; "
+            f"OffloadConfig.mode=auto on {device.type} has no accelerator to fill; "
             "set OffloadConfig.accelerator_memory_gb"
         )
-    return SHARE_WITHOUT_BUDGET * torch.cuda.get_device_properties(offload.device).total_memory
+    return SHARE_WITHOUT_BUDGET * torch.cuda.get_device_properties(device).total_memory
 
 
 def choose_units(orders: UnitOrders, prefetch_numel: int, room_bytes: int) -> tuple[int, bool, int]:
@@ -199,22 +201,22 @@ def place_optimizer_states(
     buckets: Sequence[Bucket],
     room_bytes: float,
     bytes_to_place: Callable[[Bucket], int],
-    place: Callable[[Bucket, Placement], None],
+    place: Callable[[Bucket], None],
 ) -> int:
     """Move the optimizer's states of as many buckets to the accelerator as fit; return their bytes."""
     used = cast = 0
     for bucket in buckets:
-        if bucket.optimizer_placement is Placement.HOST:
+        if bucket.home.is_apart:
             if bucket.casts_gradient:
                 cast = max(cast, bucket.master.nbytes)  # the optimizer's buffer for a cast gradient
             num_bytes = bytes_to_place(bucket)
             if used + num_bytes + cast > room_bytes:
                 break  # not continue: the order of the update's all-gathers counts on the first buckets being placed
             used += num_bytes
-            place(bucket, Placement.ACCELERATOR)
+            place(bucket)
     return used + cast if used else 0
 
 
 def _shards_on_host(units: Iterable[Unit]) -> list[ParamShard]:
     shards = [bucket.params for unit in units for flat in unit.flats for bucket in flat.buckets]
-    return [shard for shard in shards if shard.placement is Placement.HOST]
+    return [shard for shard in shards if shard.home.is_apart]

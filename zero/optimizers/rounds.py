@@ -6,46 +6,43 @@ applied while the last ones return.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from parallel.memory_kinds import TensorKind, allocating
 from zero.buckets.bucket import Bucket
-from zero.memory.placement import Offload, Placement
+from zero.buckets.home import Home
 from zero.optimizers.exchange import MatrixExchange
 from zero.optimizers.matrices import Assignment, Matrix
 from zero.partition.layout import cut
 
 
 class Round:
-    """An exchange during an update. Its owned stretches are on the accelerator, and on the host for buckets there."""
+    """An exchange during an update. Its owned stretches are on the accelerator, or in the home of their bucket."""
 
-    def __init__(self, exchange: MatrixExchange, dtype: torch.dtype, offload: Offload):
-        self.exchange, self._dtype, self._offload = exchange, dtype, offload
+    def __init__(self, exchange: MatrixExchange, dtype: torch.dtype, accelerator: Home):
+        self.exchange, self._dtype, self._accelerator = exchange, dtype, accelerator
         self.elements = range(exchange.numel)
-        self._on_host: Tensor | None = None  # pinned, and kept for the whole run
-        self._places_on_host: Sequence[range] = ()
+        self._elsewhere: dict[Home, Tensor] = {}  # pinned, and kept for the whole run
+        self._places: Mapping[Home, Sequence[range]] = {}
 
-    def allocate(self, places_on_host: Sequence[range]) -> None:
-        """Begin an update in which some of the elements are written and read on the host."""
-        self.on_accelerator = self._new(Placement.ACCELERATOR)
-        self._places_on_host = places_on_host
-        if places_on_host and self._on_host is None:
-            self._on_host = self._new(Placement.HOST)
+    def allocate(self, places: Mapping[Home, Sequence[range]]) -> None:
+        """Begin an update in which some of the elements are written and read in homes that are apart."""
+        self.on_accelerator, self._places = self._new(self._accelerator), places
+        for home in places:
+            if home not in self._elsewhere:
+                self._elsewhere[home] = self._new(home)
 
     def of(self, bucket: Bucket) -> Tensor:
-        """Return the message in the memory in which a bucket is updated."""
-        if bucket.optimizer_placement is Placement.ACCELERATOR:
-            return self.on_accelerator
-        assert self._on_host is not None
-        return self._on_host
+        """Return the message in the home in which a bucket is updated."""
+        return self._elsewhere[bucket.home] if bucket.home.is_apart else self.on_accelerator
 
     def send(self) -> None:
-        """Launch the message, after the elements that the host has written have been copied."""
-        for on_host, on_accelerator in self._copied():
-            self._offload.to_accelerator(on_host, out=on_accelerator).wait()
+        """Launch the message, after the elements that were written elsewhere have been copied."""
+        for home, there, here in self._copied():
+            home.fetch(there, out=here).wait()
         sent, message = cut(self.on_accelerator, self.exchange.sent_part), self.exchange.by_shard
         with allocating(TensorKind.BUFFERS):
             self._received = message.receive_buffer(sent)
@@ -67,26 +64,27 @@ class Round:
         self._work = exchange.by_shard.send_back(received, sent)
 
     def receive(self) -> None:
-        """Wait for the updates, which replicas then give to each other, and copy those of the host to it."""
+        """Wait for the updates, which replicas then give to each other, and copy those of other homes there."""
         self._work.wait()
         del self._received  # not before: the message reads it
         self.exchange.gather(self.on_accelerator).wait()
-        for on_host, on_accelerator in self._copied():
-            self._offload.to_host(on_accelerator, out=on_host).wait()
-        if self._places_on_host:
-            self._offload.synchronize()
+        for home, there, here in self._copied():
+            home.store(here, out=there).wait()
+        for home in self._places:
+            home.settle()
 
     def free(self) -> None:
         """End an update: free the message on the accelerator."""
         del self.on_accelerator
 
-    def _copied(self) -> list[tuple[Tensor, Tensor]]:
-        if self._on_host is None:
-            return []
-        return [(cut(self._on_host, place), cut(self.on_accelerator, place)) for place in self._places_on_host]
+    def _copied(self) -> Iterator[tuple[Home, Tensor, Tensor]]:
+        """Iterate over (home, elements there, the same on the accelerator)."""
+        for home, places in self._places.items():
+            for place in places:
+                yield home, cut(self._elsewhere[home], place), cut(self.on_accelerator, place)
 
-    def _new(self, placement: Placement) -> Tensor:
-        return self._offload.new(placement, TensorKind.BUFFERS, len(self.elements), self._dtype)
+    def _new(self, home: Home) -> Tensor:
+        return home.new(TensorKind.BUFFERS, len(self.elements), self._dtype)
 
 
 def rounds_of(matrices: Sequence[Matrix], assignment: Assignment) -> list[set[int]]:

@@ -57,7 +57,7 @@ class RankState:
     @property
     def device(self) -> torch.device:
         """The device on which the model computes."""
-        return self.model.offload.device
+        return self.model.homes.device
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that this rank writes to its file.

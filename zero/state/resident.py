@@ -7,6 +7,7 @@ from dataclasses import fields
 from torch import Tensor
 
 from zero.buckets.bucket import Bucket
+from zero.buckets.home import Home
 from zero.engine import ZeroDataParallel
 from zero.formulas.memory import ModelStates
 from zero.memory.placement import Placement
@@ -57,26 +58,31 @@ def _allocated(
     device, params = Placement.ACCELERATOR, bucket.params
     found = [("parameters", params.full, bucket.ranges.elements, device)]
     if not params.persists:
-        found = [("parameters", params.rest, bucket.ranges.rest, params.placement)]
+        found = [("parameters", params.rest, bucket.ranges.rest, placement_of(params.home))]
         found.append(("unsharded", params.full, bucket.ranges.elements, device))
     if params.cached is not None:
         found.append(("parameters", params.cached, bucket.ranges.rest, device))
     if optimizer is not None and bucket in optimizer.buckets:
-        grads, start = bucket.grads, bucket.ranges.own.start
+        grads, start, at_home = bucket.grads, bucket.ranges.own.start, placement_of(bucket.home)
         if grads.path.persists and grads.staged is not None:
             found.append(("gradients", grads.staged, bucket.ranges.elements, device))
-        if not grads.path.owns_staged:
-            found.append(("gradients", grads.total.rest, bucket.ranges.rest, grads.placement))
+        if not grads.total.owns_staged:
+            found.append(("gradients", grads.total.rest, bucket.ranges.rest, at_home))
         if bucket.master is not params.own:
-            found.append(("master", bucket.master, bucket.ranges.own, grads.placement))
+            found.append(("master", bucket.master, bucket.ranges.own, at_home))
         for piece in optimizer.pieces_of(bucket):
             own = range(start + piece.elements.start, start + piece.elements.stop)
             for value in optimizer.inner.state.get(piece.param, {}).values():
                 if isinstance(value, Tensor) and value.dim() > 0:
-                    found.append(("moments", value, own, grads.placement))
+                    found.append(("moments", value, own, at_home))
     for kind, tensor, elements, of_tensor in found:
         if of_tensor is placement and tensor.untyped_storage().nbytes():
             yield kind, tensor, elements
+
+
+def placement_of(home: Home) -> Placement:
+    """Return the memory in which a home is counted."""
+    return Placement.HOST if home.is_apart else Placement.ACCELERATOR
 
 
 def buffer_bytes(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> dict[str, int]:
@@ -87,10 +93,9 @@ def buffer_bytes(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> dict[str,
     receiving = {axis.pairwise for transport in model.transports for axis in transport.reduced_along}
     return {
         "staged gradients": model.reducer.reductions.staging.num_bytes,
-        "gradients for the host": model.offload.gradients.num_bytes,
         "received messages": sum(pairwise.received.num_bytes for pairwise in receiving),
         "gradient cast": _num_bytes(optimizer.cast_buffers.values()),
-        "shards for the host": model.offload.relays.num_bytes,
+        **{name: pool.num_bytes for home in model.homes.all for name, pool in home.pools.items()},
     }
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from parallel.mesh import Axis
 from zero.buckets.bucket import Bucket
-from zero.memory.placement import Offload
+from zero.buckets.home import Homes
 from zero.step.atoms import atom_of
 from zero.step.pieces import OwnedPieces, Piece
 
@@ -21,7 +21,7 @@ class ShardedModel(Protocol):
     """The part of `ZeroDataParallel` that updates need."""
 
     module: nn.Module
-    offload: Offload
+    homes: Homes
 
     @property
     def shard_axis(self) -> Axis: ...
@@ -88,4 +88,6 @@ def assembled_updates(inner: Any, model: ShardedModel, pieces: OwnedPieces, tens
         return AssembledUpdates(pieces)
     axes = model.shard_axis, model.replica_axis, tensor
     # One by one: bits of what is computed in batches may depend on their size, and so on the number of ranks.
-    return inner.updates_class(inner, groups, model.module, pieces, axes, model.offload, one_by_one=model.is_exact)
+    return inner.updates_class(
+        inner, groups, model.module, pieces, axes, model.homes.accelerator, one_by_one=model.is_exact
+    )

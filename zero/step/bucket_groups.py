@@ -6,11 +6,11 @@ from functools import partial
 from torch import Tensor
 
 from parallel.autograd_internals import foreach_copy_
-from parallel.memory_kinds import TensorKind, allocating
+from parallel.memory_kinds import TensorKind
 from parallel.mesh import Work
 from zero.buckets.bucket import Bucket, take_changed
 from zero.buckets.flat import FlatParameters
-from zero.memory.placement import Offload, Placement
+from zero.buckets.home import Home
 from zero.partition.stage import Lifetime
 
 GROUPED_SHARE = 8  # shards are updated together up to this part of the elements of a bucket
@@ -27,23 +27,23 @@ class BucketGroups:
         flats: Sequence[FlatParameters],
         buckets: Sequence[Bucket],
         with_matrices: Container[Bucket],
-        offload: Offload,
     ):
         """`with_matrices`: the buckets whose update ends after the exchange of matrices; they are apart from others."""
-        self._flats, self.buckets, self._with_matrices, self._offload = flats, buckets, with_matrices, offload
+        self._flats, self.buckets, self._with_matrices = flats, buckets, with_matrices
         self._versions: dict[FlatParameters, list[object]] = {}  # when master weights and parameters were equal
         self._published: dict[Bucket, Work] = {}  # gathers of updated parameters that nobody has waited for
         self._limit = max(len(bucket.ranges.elements) for bucket in buckets) // GROUPED_SHARE
         self.regroup()
 
-    def on(self, placement: Placement) -> list[Bucket]:
-        """Return the buckets that are updated in one of the memories."""
-        return [bucket for group in self._groups[placement] for bucket in group]
+    @property
+    def homes(self) -> Iterable[Home]:
+        """The homes of the buckets, the accelerator first."""
+        return self._groups
 
-    def let_host_use(self) -> None:
-        """Block the host until all copies have ended, if some buckets are updated in its memory."""
-        if self.on(Placement.HOST):
-            self._offload.synchronize()
+    def settle(self) -> None:
+        """Block the host until all copies from and to the homes have ended."""
+        for home in self._groups:
+            home.settle()
 
     def take_written(self) -> None:
         """Give master weights the values of parameters that were written in place since `expect_equal`.
@@ -54,11 +54,12 @@ class BucketGroups:
         """
         flats = [flat for flat in self._copied_flats() if self._versions.get(flat) != flat.versions()]
         written = {bucket for flat in flats for bucket in flat.buckets}
-        for placement in Placement:
-            outdated = [b for b in self.on(placement) if b in written and b.master_may_be_outdated]
-            owned = self._offload.read_from(placement, (bucket.params.own for bucket in outdated))
+        for home, groups in self._groups.items():
+            buckets = [bucket for group in groups for bucket in group]
+            outdated = [b for b in buckets if b in written and b.master_may_be_outdated]
+            owned = home.read(bucket.params.own for bucket in outdated)
             for bucket, values in zip(outdated, owned, strict=True):
-                with allocating(TensorKind.OTHER, on_host=placement is Placement.HOST):
+                with home.allocating(TensorKind.OTHER):
                     take_changed(bucket.master, values)
 
     def expect_equal(self) -> None:
@@ -67,39 +68,38 @@ class BucketGroups:
 
     def regroup(self) -> None:
         """Group the buckets again after some of them have moved, and allocate the buffers."""
-        self._groups: dict[Placement, list[list[Bucket]]] = {}
-        self.cast_buffers: dict[Placement, Tensor] = {}
-        for placement in Placement:
-            placed = [bucket for bucket in self.buckets if bucket.optimizer_placement is placement]
-            groups = self._groups[placement] = self._consecutive(placed)
+        homes = sorted({bucket.home: None for bucket in self.buckets}, key=lambda home: home.is_apart)
+        self._groups: dict[Home, list[list[Bucket]]] = {}
+        self.cast_buffers: dict[Home, Tensor] = {}
+        for home in homes:
+            groups = self._groups[home] = self._consecutive([b for b in self.buckets if b.home is home])
             if cast := [group for group in groups if group[0].casts_gradient]:
                 largest = max(cast, key=_owned_numel)
-                self.cast_buffers[placement] = self._offload.new(
-                    placement, TensorKind.BUFFERS, _owned_numel(largest), largest[0].master.dtype
-                )
+                dtype = largest[0].master.dtype
+                self.cast_buffers[home] = home.new(TensorKind.BUFFERS, _owned_numel(largest), dtype)
 
-    def of(self, placement: Placement, *, with_matrices: bool) -> Iterator[list[Bucket]]:
-        """Iterate over the groups in one memory, in the order of the layout, with or without matrices."""
-        return (group for group in self._groups[placement] if (group[0] in self._with_matrices) is with_matrices)
+    def of(self, home: Home, *, with_matrices: bool) -> Iterator[list[Bucket]]:
+        """Iterate over the groups of one home, in the order of the layout, with or without matrices."""
+        return (group for group in self._groups[home] if (group[0] in self._with_matrices) is with_matrices)
 
-    def cast(self, grads: list[Tensor], placement: Placement) -> list[Tensor]:
+    def cast(self, grads: list[Tensor], home: Home) -> list[Tensor]:
         """Return copies of the gradients of a group, one after the other in the buffer."""
         numels = [grad.numel() for grad in grads]
-        copies = list(self.cast_buffers[placement][: sum(numels)].split(numels))
+        copies = list(self.cast_buffers[home][: sum(numels)].split(numels))
         foreach_copy_(copies, grads)
         return copies
 
     def publish(self, bucket: Bucket) -> None:
-        """Copy master weights to the owned parameters, wherever either is placed, and all-gather what was updated."""
+        """Copy master weights to the owned parameters, wherever either is, and all-gather what was updated."""
         params, master = bucket.params, bucket.master
-        if bucket.optimizer_placement is params.placement:
+        if bucket.home is params.home:
             params.own.copy_(master)  # returns early if both are the same memory
             gather = params.all_gather_updated(lossless=False)
-        elif bucket.optimizer_placement is Placement.HOST:
+        elif not params.home.is_apart:
             publish = partial(params.all_gather_updated, lossless=False)
-            gather = self._offload.to_accelerator(master, params.own, publish)
+            gather = bucket.home.fetch(master, params.own, publish)
         else:
-            copied = self._offload.to_host(master.to(params.own.dtype), params.own)
+            copied = params.home.store(master.to(params.own.dtype), params.own)
             gather = Work(params.all_gather_updated(lossless=False).wait, copied.wait)
         self._published[bucket] = gather
 

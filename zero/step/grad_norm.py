@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from parallel.autograd_internals import foreach_norm
-from parallel.memory_kinds import TensorKind, allocating
+from parallel.memory_kinds import TensorKind
 from parallel.mesh import Axis
 from zero.buckets.bucket import Bucket
-from zero.memory.placement import Placement
+from zero.buckets.home import Home
 from zero.partition.layout import NORM_BLOCK, Slice
 
 # Elements whose squares a CPU sums at a time. It adds them in fp32 one after the other: without chunks, the norm of 17M
@@ -91,15 +91,15 @@ class GradNorm:
             found.append(self._along(axis, squares))
         return self._norms(found)
 
-    def _chunks(self, axis: Axis) -> Iterator[tuple[Placement, Tensor]]:
-        """Iterate over the gradients of this rank that are counted along an axis in parts, each with its placement."""
+    def _chunks(self, axis: Axis) -> Iterator[tuple[Home, Tensor]]:
+        """Iterate over the gradients of this rank that are counted along an axis in parts, each with its home."""
         for bucket, parts in self._counted[axis].items():
             grads = [bucket.grads.own]  # all of it: its padding is zero
             if bucket not in self._counts_whole:
                 grads = [bucket.owned_part(bucket.grads.own, part.elements) for part in parts]
             for grad in grads:
                 chunks = grad.split(CHUNK_NUMEL) if grad.device.type == "cpu" else (grad,)
-                yield from ((bucket.optimizer_placement, chunk) for chunk in chunks)
+                yield from ((bucket.home, chunk) for chunk in chunks)
 
     def by_layer(self, module: nn.Module) -> dict[str, Tensor]:
         """Return the norm of each layer of `module`, 0-dim, by name. The norms of all layers share one message."""
@@ -147,13 +147,13 @@ class GradNorm:
         return squares
 
 
-def _sum_of_squares(chunks: Sequence[tuple[Placement, Tensor]], dtype: torch.dtype) -> Tensor:
-    """Return the sum of the squares of chunks, which may be in both memories, on the device of one of them."""
+def _sum_of_squares(chunks: Sequence[tuple[Home, Tensor]], dtype: torch.dtype) -> Tensor:
+    """Return the sum of the squares of chunks, which may have several homes, on the device of one of them."""
     norms: dict[int, Tensor] = {}
-    for placement in Placement:
-        numbers = [number for number, (own, _) in enumerate(chunks) if own is placement]
-        with allocating(TensorKind.OTHER, on_host=placement is Placement.HOST):
-            found = foreach_norm([chunks[number][1] for number in numbers], 2, dtype) if numbers else ()
+    for home in dict.fromkeys(own for own, _ in chunks):
+        numbers = [number for number, (own, _) in enumerate(chunks) if own is home]
+        with home.allocating(TensorKind.OTHER):
+            found = foreach_norm([chunks[number][1] for number in numbers], 2, dtype)
         norms.update(zip(numbers, found, strict=True))
     first = norms[0]
     return torch.stack([norms[number].to(first.device) for number in range(len(chunks))]).square().sum()

@@ -106,7 +106,7 @@ class OwnedPieces:
         for flat in flats:
             for bucket in flat.buckets:
                 if not self.params.isdisjoint(bucket.grads.parts):
-                    bucket.place_master(bucket.optimizer_placement)
+                    bucket.place_master(bucket.home)
                     self.owned[bucket] = bucket.slices
                     self.by_bucket[bucket] = self._pieces(bucket)
         self._shared = {bucket for bucket in self.owned if not self.params.issuperset(bucket.grads.parts)}

@@ -5,7 +5,7 @@ values, in Python        a watched parameter reports the operation (zero/buckets
 what autograd has saved  hooks on saved tensors report it in backward
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -40,6 +40,12 @@ class UnitAccess:
         for flat in unit.flats:
             if flat.lifetime is Lifetime.TRANSIENT:
                 self._unit_of_storage[storage_id(flat.full.untyped_storage())] = unit
+
+    def wait_for_updates(self, params: Iterable[nn.Parameter] | None = None) -> None:
+        """Make updated parameters, some or all, readable by what is launched after this."""
+        for unit in self.units.values():
+            for flat in unit.flats:
+                flat.wait_for_updates(params)
 
     def before_read(self, param: nn.Parameter) -> None:
         """Make values readable that Python is about to read. See [Note: reading from other units].
@@ -147,7 +153,9 @@ class UnitAccess:
 
     def _pack(self, tensor: Tensor) -> "Tensor | SavedRead":
         unit = self.unit_of_tensor(tensor)
-        return tensor if unit is None else SavedRead(tensor, tensor._version, unit)
+        # A node may save its own output, whose reference to the node would keep both for ever if no backward runs.
+        kept = tensor if tensor.is_leaf else tensor.detach()
+        return kept if unit is None else SavedRead(kept, kept._version, unit)
 
     def _unpack(self, saved: "Tensor | SavedRead") -> Tensor:
         if isinstance(saved, Tensor):

@@ -10,7 +10,10 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from parallel.autograd_internals import name_hook, never_begin_graph, restore_parameter_tables, run_first, run_last
+from parallel.torch_internals import load_compiler
 from zero.units.unit import Unit, find_units, innermost_unit
+
+load_compiler()
 
 
 class CallObserver(Protocol):
@@ -88,8 +91,8 @@ class ModuleHooks:
         """Remove all hooks and registered methods."""
         for handle in self.handles:
             handle.remove()
-        for module, name in self._methods:
-            delattr(module, name)
+        while self._methods:
+            delattr(*self._methods.pop())
         restore_parameter_tables(self._root)
 
     def _install(self, module: nn.Module, is_unit: bool) -> RemovableHandle:

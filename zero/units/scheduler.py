@@ -17,8 +17,8 @@ from parallel.autograd_internals import current_graph_task
 from parallel.mesh import Axis
 from zero.buckets.bucket import Bucket
 from zero.buckets.gradients import GradientReducer
+from zero.buckets.home import Home
 from zero.buckets.tensor_tree import find_tensors
-from zero.memory.placement import Placement
 from zero.order.orders import ExecutionOrder
 from zero.units.access import FORWARD, UnitAccess, report_attributes
 from zero.units.hooks import ModuleHooks
@@ -65,7 +65,7 @@ class Residency:
         axes: Iterable[Axis],
         buckets: Sequence[Bucket],
         bytes_to_place: Callable[[Bucket], int],
-        place: Callable[[Bucket, Placement], None],
+        place: Callable[[Bucket, Home], None],
     ) -> None:
         """End a step; the functions say what a bucket's optimizer states take on the accelerator, and move them."""
 

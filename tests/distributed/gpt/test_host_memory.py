@@ -17,7 +17,7 @@ from parallel.mesh import Mesh
 from parallel.validation.errors import ConfigError
 from parallel.world import World
 from tests.ranks import run_ranks
-from zero.memory import placement
+from zero.homes import on_host
 from zero.memory.placement import Placement, host_allocator
 from zero.state.rank_state import RankState
 from zero.state.resident import resident_states
@@ -46,7 +46,7 @@ def forecast_and_use(arguments: list[str]) -> list[tuple[float, float]]:
 
         return noted
 
-    with mock.patch.dict(placement.ALLOCATORS, {Placement.HOST: noted_allocator}):
+    with mock.patch.object(on_host, "host_allocator", noted_allocator):
         state = build(settings, mesh, CPU)
         num_micro_batches = settings.train.num_micro_batches(mesh.data.size)
         train_step(state.model, state.optimizer, [torch.randint(300, (2, 17))] * num_micro_batches, mesh)

@@ -22,7 +22,7 @@ from parallel.torch_internals import real_tensors
 from tests.fake_cuda import build_library, fake_cuda, run_on_fake_cuda
 from zero.activations.checkpointed_blocks import ActivationsConfig
 from zero.engine import ZeroDataParallel
-from zero.memory.placement import OffloadConfig, Placement
+from zero.memory.placement import OffloadConfig
 from zero.optimizer import ZeroOptimizer
 from zero.partition.config import ZeroConfig
 from zero.state.writer import HostCopies
@@ -66,11 +66,11 @@ def train(stage: int, offload: str, store: str, precision: str, tensor_size: int
 
 def assert_placed(optimizer: ZeroOptimizer, cuda: torch.device) -> None:
     for bucket in optimizer.buckets:
-        expected = torch.device("cpu") if bucket.optimizer_placement is Placement.HOST else cuda
+        expected = torch.device("cpu") if bucket.home.is_apart else cuda
         states = [optimizer.inner.state[piece.param] for piece in optimizer.pieces_of(bucket)]
         moments = [state[name] for state in states for name in ("exp_avg", "exp_avg_sq")]
         assert {tensor.device for tensor in (bucket.master, bucket.grads.own, *moments)} == {expected}
-        on_host = bucket.params.placement is Placement.HOST
+        on_host = bucket.params.home.is_apart
         assert bucket.params.own.device == (torch.device("cpu") if on_host else cuda)
 
 

@@ -159,8 +159,8 @@ def test_memory_that_numpy_has_viewed_stays_allocated(stage):
     ],
 )
 def test_modules_have_hooks_only_if_something_is_gathered_while_they_run(config, num_hooks):
-    module = ZeroDataParallel(two_layers(), DATA, config).module
-    assert sum(len(part._forward_pre_hooks) for part in module.modules()) == num_hooks
+    model = ZeroDataParallel(two_layers(), DATA, config)
+    assert sum(len(part._forward_pre_hooks) for part in model.module.modules()) == num_hooks
 
 
 class Doubles(nn.Linear):

@@ -13,7 +13,7 @@ from tests.models import SEQ, VOCAB, batch, build, loss_of
 from tests.ranks import run_ranks
 from tests.twins import params_of
 from zero.engine import ZeroDataParallel
-from zero.memory.placement import OffloadConfig, Placement
+from zero.memory.placement import OffloadConfig
 from zero.optimizer import ZeroOptimizer
 from zero.partition.config import ZeroConfig
 from zero.sharded_init import ShardedInit
@@ -71,7 +71,7 @@ def train(
         "params": params_of(model),
         "peak_bytes": peak_bytes,
         "cached_bytes": shards,
-        "placed": sum(bucket.optimizer_placement is Placement.ACCELERATOR for bucket in optimizer.buckets),
+        "placed": sum(not bucket.home.is_apart for bucket in optimizer.buckets),
         "buckets": len(optimizer.buckets),
         "prefetch": model.planner.prefetch_numel,
     }
@@ -125,10 +125,10 @@ def test_a_bucket_that_is_placed_anew_keeps_masters_and_moments_to_the_bit(stage
 
     step(0)
     before = {name: tensor.clone() for name, tensor in RankState(engine, optimizer).owned().items()}
-    for placement in (Placement.ACCELERATOR, Placement.HOST):
+    for home in (engine.homes.accelerator, engine.homes.optimizer):
         for bucket in optimizer.buckets:
-            optimizer.place(bucket, placement)
-            assert bucket.optimizer_placement is placement
+            optimizer.place(bucket, home)
+            assert bucket.home is home
         after = RankState(engine, optimizer).owned()
         assert before.keys() == after.keys()
         assert all(after[name].equal(tensor) for name, tensor in before.items())

@@ -14,11 +14,12 @@ from lab.observe.memory_tracker import MemoryTracker
 from parallel.memory_kinds import TensorKind
 from parallel.mesh import Axis, Mesh, Work
 from tests.pairwise import noting
+from zero.buckets.home import Home, Homes
 from zero.buckets.transport import Transport, TransportOf
 from zero.engine import ZeroDataParallel
-from zero.memory.placement import NO_OFFLOAD, OffloadConfig
 from zero.optimizer import ZeroOptimizer
 from zero.partition.config import ZeroConfig
+from zero.state.resident import buffer_bytes
 
 WIDTH, NUM_BLOCKS, NUM_STEPS, CLIP_NORM = 24, 3, 3, 0.5
 SETTINGS = {"lr": 1e-2, "weight_decay": 0.1}
@@ -42,7 +43,8 @@ class Row:
     """False if gradients that the stage need not keep in full cannot be kept."""
     is_lossy: bool = False
     """True if gradients or parameters are rounded, so that only the first loss and norm are those of one process."""
-    offload: OffloadConfig = NO_OFFLOAD
+    home: Callable[[torch.device], Home] = Home
+    """Of all states that can be apart from the accelerator."""
 
     def kind_of(self, rank: int) -> int:
         """Return the number of the values that a rank has of parameters of several kinds."""
@@ -128,7 +130,9 @@ def wrapped(
     if isinstance(described, Transport):
         settings["sum_over_ranks"] = "leaves" if described.is_exact else "fp32" if described.in_fp32 else "message"
     config = ZeroConfig(stage, 500, **settings)
-    engine = ZeroDataParallel(model, data, config, offload=row.offload, transport=described)
+    home = row.home(torch.device("cpu"))
+    homes = Homes(Home(home.accelerator), home, home) if home.is_apart else None
+    engine = ZeroDataParallel(model, data, config, transport=described, homes=homes)
     return engine, ZeroOptimizer(
         engine, torch.optim.AdamW, clip_norm=CLIP_NORM, warn_skipped=False, fused=True, **SETTINGS
     )
@@ -157,6 +161,8 @@ def run_steps(
                     (loss / divisor).backward()
                 total += loss.detach() / num_micro_batches
             norm = optimizer.step()
+        for bucket in optimizer.buckets if model.homes.optimizer.is_apart else ():
+            optimizer.place(bucket, bucket.home)  # with moments, which are made in the first step
         yield total, norm
 
 
@@ -196,7 +202,9 @@ def examined(row: Row) -> tuple[dict[str, list[tuple[str, str, float]]], int]:
             optimizer.step()
             x, gates = batch_of(0, 0, mesh.data.rank, row, 1)
             model(x, gates).backward()
-        left = tracker.device.resident[TensorKind.BUFFERS] - model.offload.relays.num_bytes
+        left = tracker.device.resident[TensorKind.BUFFERS] - buffer_bytes(model, optimizer).get(
+            "shards for the host", 0
+        )
     optimizer.step()
     bucket = max(model.buckets, key=lambda bucket: len(bucket.ranges.elements))
     transport, elements = bucket.transport, len(bucket.ranges.elements)

@@ -1,4 +1,4 @@
-"""The conformance suite of transports: a new transport brings a row of `ROWS`."""
+"""The conformance suite of transports and homes: a new one brings a row of `ROWS`."""
 
 from collections.abc import Callable
 from functools import partial
@@ -24,12 +24,14 @@ from tests.distributed.zero.transports.conformance import (
     wrapped,
 )
 from tests.distributed.zero.transports.eight_bit import EightBit
+from tests.distributed.zero.transports.mapped_file import MappedFile
 from tests.pairwise import noting
 from tests.ranks import run_ranks
 from zero import ZeroConfig, ZeroDataParallel, full_state_dict, save
-from zero.buckets.gradient_sum import GradientPath, GradientSum
+from zero.buckets.gradient_sum import GradientPath
+from zero.buckets.home import Home
 from zero.buckets.transport import AllReduce, Direct, Transport, TransportOf
-from zero.memory.placement import Offload, OffloadConfig, Placement
+from zero.homes.on_host import OnHost
 from zero.partition.config import NUM_STAGED
 from zero.partition.layout import BucketRange
 from zero.partition.stage import STAGES, GradientTypes
@@ -74,7 +76,7 @@ GATHER_REPLICA, EXCHANGE_REPLICA = ("all_gather", "replica", 0.5), ("all_to_all"
 EXCHANGE, EXCHANGE_SHARD = ("all_to_all", "data", 1.0), ("all_to_all", "shard", 1.0)
 two_blocks = partial(fixed_order, num_blocks=2)
 coded_over_all = partial(coded, base=partial(two_level, over_all=True))
-HOST = {"offload": OffloadConfig("host")}
+HOST = {"home": OnHost}
 DIRECT = {"gather": [GATHER], "reduce": [SCATTER], "last": [SCATTER]}
 GROUPS = {
     "gather": [GATHER_SHARD],
@@ -91,6 +93,7 @@ ROWS = {
     "direct": Row(Direct, 2, (1, 2, 3), DIRECT),
     "direct, of each parameter": Row(of_each_parameter, 2, (1, 2, 3), DIRECT),
     "direct, host": Row(Direct, 2, (1, 2, 3), DIRECT, **HOST),
+    "direct, mapped file": Row(Direct, 2, (2, 3), DIRECT, home=MappedFile),
     "along another axis": Row(along_another_axis, 4, (1, 2, 3), DIRECT, 2, has_kinds=True),
     "two levels": Row(two_level, 4, (1, 2, 3), GROUPS, 2),
     "two levels, host": Row(two_level, 4, (1, 2, 3), GROUPS, 2, **HOST),
@@ -167,9 +170,8 @@ def sums_in_8_bits() -> list[float]:
     axis, elements = Mesh.create(tensor_size=1).data, range(64)
     transport = EightBit(axis).open(CPU, keeps_full=False).bind(BucketRange(elements, axis.size).ranges(axis.rank))
     gradients = torch.randn(axis.size, 64, generator=torch.Generator().manual_seed(0))
-    path = GradientPath(GradientTypes(torch.float32, torch.float32), STAGES[2], Placement.ACCELERATOR)
-    total = GradientSum(transport.ranges, path, Offload(CPU), adds_means=True)
-    total.place(Placement.ACCELERATOR, None)
+    path = GradientPath(GradientTypes(torch.float32, torch.float32), STAGES[2])
+    total = Home(CPU).gradient_sum(transport.ranges, path, None, adds_means=True)
     errors = []
     for number in range(1, 201):
         transport.reduce(gradients[axis.rank].clone(), total, is_last=False).wait()

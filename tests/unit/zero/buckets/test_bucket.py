@@ -11,7 +11,8 @@ from parallel.mesh import Axis, Work
 from zero.buckets.bucket_gradient import BucketGradient
 from zero.buckets.gradient_sum import scale_into
 from zero.buckets.transport import Direct
-from zero.memory.placement import Offload, device_allocator
+from zero.homes.of_settings import homes_of
+from zero.memory.placement import NO_OFFLOAD, device_allocator
 from zero.memory.staging import BufferPool
 from zero.partition.layout import Ranges
 from zero.partition.stage import STAGES, GradientTypes, Lifetime, ShardingPolicy
@@ -39,7 +40,7 @@ def bucket_gradient(policy: ShardingPolicy) -> tuple[BucketGradient, nn.Paramete
     parts = {first: range(100, 103), second: range(104, 108)}
     transport = Alone(Axis.trivial("data")).bind(Ranges(range(100, 110), range(100, 105), range(100, 105)))
     gaps, types = [range(103, 104), range(108, 110)], GradientTypes(FP32, FP32)
-    grads = BucketGradient(transport, parts, gaps, types, policy, Offload(CPU))
+    grads = BucketGradient(transport, parts, gaps, types, policy, homes_of(NO_OFFLOAD, CPU))
     if grads.staged is not None:
         grads.staged.fill_(torch.nan)
     return grads, first, second

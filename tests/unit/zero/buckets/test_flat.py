@@ -12,7 +12,8 @@ from parallel.mesh import Axis, Work
 from zero.buckets.flat import FlatContext, FlatParameters, absent, is_absent
 from zero.buckets.guarded_parameter import ParameterGuard
 from zero.buckets.transport import Direct
-from zero.memory.placement import Offload
+from zero.homes.of_settings import homes_of
+from zero.memory.placement import NO_OFFLOAD
 from zero.memory.streams import SideStream
 from zero.partition.config import ZeroConfig
 from zero.partition.stage import Lifetime
@@ -49,7 +50,7 @@ def flat_parameters(lifetime: Lifetime, reads: NotedReads | None = None) -> Flat
     guard = ParameterGuard({param: name for name, param in params.items()}, reads or NotedReads())
     config, device = ZeroConfig(3), torch.device("cpu")
     transport = Direct(LateAxis("data", 2, 0, CommLog())).open(device, keeps_full=False)
-    context = FlatContext(config, 32, Offload(device), guard, SideStream(device))
+    context = FlatContext(config, 32, homes_of(NO_OFFLOAD, device), guard, SideStream(device))
     return FlatParameters(params, lifetime, attrgetter("data"), transport, context)
 
 

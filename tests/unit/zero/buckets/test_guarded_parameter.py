@@ -62,7 +62,8 @@ def test_a_copy_of_a_parameter_is_plain_and_copied_once():
 
 
 def test_a_parameter_whose_values_are_sharded_has_a_name_instead():
-    weight = wrapped(3).module[1].weight
+    model = wrapped(3)
+    weight = model.module[1].weight
     name = "1.weight, a torch.float32 of shape (4, 4) inside ZeroDataParallel"
     assert (repr(weight), f"{weight:>100}") == (name, name.rjust(100))
 

@@ -14,10 +14,12 @@ from parallel.mesh import Axis
 from parallel.validation.errors import ConfigError, MemoryLimitError
 from tests.twins import assert_same_bits, params_of
 from zero.buckets.bucket import Bucket
+from zero.buckets.home import Home, Homes
 from zero.engine import ZeroDataParallel
 from zero.gemini.planner import PlacementPlanner, UnitOrders, choose_units, place_optimizer_states
 from zero.gemini.recorder import UPDATE, Moment
-from zero.memory.placement import NO_OFFLOAD, Offload, OffloadConfig, Placement
+from zero.homes.of_settings import homes_of
+from zero.memory.placement import NO_OFFLOAD, OffloadConfig
 from zero.optimizer import ZeroOptimizer
 from zero.order.orders import ExecutionOrder
 from zero.partition.config import ZeroConfig
@@ -89,7 +91,7 @@ def placed(buckets: list[Bucket], room_bytes: int, *sizes: int) -> tuple[list[in
     """Return the places of the buckets whose optimizer states, of these bytes, are moved, and what they take."""
     found: list[int] = []
     taken = place_optimizer_states(
-        buckets, room_bytes, lambda b: sizes[buckets.index(b)], lambda b, _: found.append(buckets.index(b))
+        buckets, room_bytes, lambda b: sizes[buckets.index(b)], lambda b: found.append(buckets.index(b))
     )
     return found, taken
 
@@ -97,7 +99,7 @@ def placed(buckets: list[Bucket], room_bytes: int, *sizes: int) -> tuple[list[in
 def test_optimizer_states_leave_room_for_the_largest_gradient_that_is_cast():
     buckets = wrapped(OffloadConfig("host"), torch.bfloat16, accumulate_dtype="bf16").buckets
     for bucket in buckets:
-        bucket.place_master(Placement.HOST)
+        bucket.place_master(bucket.home)
     casts = [4 * numel for numel in NUMELS]
     assert placed(buckets, 350 + casts[1], 100, 200, 50) == ([0, 1, 2], 350 + casts[1])
     assert placed(buckets, 349 + casts[1], 100, 200, 50) == ([0, 1], 300 + casts[1])
@@ -110,7 +112,7 @@ def test_a_budget_holds_the_two_largest_units_and_staged_gradients(mode):
     units, budget_bytes = units_of_layers(), 1000
     for staging_bytes in (104, 105):
         offload = OffloadConfig(mode, accelerator_memory_gb=budget_bytes / 1e9)
-        planner = PlacementPlanner(Offload(CPU, offload), 7)
+        planner = PlacementPlanner(offload, homes_of(offload, CPU), 7)
         assert (planner.prefetch_numel, planner.may_keep) == ((0, False) if mode == "auto" else (7, True))
         if staging_bytes == 104:  # 4 * (144 + 80) + 104 bytes
             planner.check_units(units, staging_bytes)
@@ -121,9 +123,8 @@ def test_a_budget_holds_the_two_largest_units_and_staged_gradients(mode):
 
 def test_nine_tenths_of_the_accelerator_are_the_budget_of_auto(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: SimpleNamespace(total_memory=1000))
-    offload = Offload(CPU, OffloadConfig("auto"))
-    offload.device = torch.device("cuda")
-    planner = PlacementPlanner(offload, 7)
+    here = Home(torch.device("cuda"))
+    planner = PlacementPlanner(OffloadConfig("auto"), Homes(here, here, here), 7)
     planner.check_units([], staging_bytes=900)
     with pytest.raises(ConfigError, match=r"accelerator_memory_gb=9e-07 is too small"):
         planner.check_units([], staging_bytes=901)
@@ -270,7 +271,7 @@ def test_the_optimizers_states_get_what_units_and_shards_leave(
             for _ in range(2):
                 model(torch.ones(2, 8)).backward()
                 optimizer.step()
-        assert sum(bucket.optimizer_placement is Placement.ACCELERATOR for bucket in model.buckets) == num_placed
+        assert sum(not bucket.home.is_apart for bucket in model.buckets) == num_placed
         assert (model.planner.prefetch_numel, model.planner.may_keep) == (304, True)
         found = re.search(
             r"offload: (\S+) of 0\.001 GB are free at the tightest moment; (\S+) for units that are prefetched or "
