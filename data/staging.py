@@ -5,7 +5,6 @@ The folder of a preparation that was interrupted is kept if its progress was sav
 
 import json
 import os
-import shutil
 import zlib
 from array import array
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from filelock import FileLock, Timeout
 from data.errors import LOCKS_ARE_MISSING, DataError
 from data.indexed import DTYPE_OF_CODE, HEADER, MAGIC, VERSION, bin_path, idx_path
 from data.sidecar import CHUNK_BYTES
+from parallel.validation.paths import remove
 
 PROGRESS = "progress.json"  # in the hidden folder
 MAX_U16_VOCAB_SIZE = 65500  # the bound that Megatron uses, so that both choose the same type
@@ -98,17 +98,19 @@ def staging_folder(output: Path, plan: str) -> Iterator[tuple[Path, Progress]]:
     At the end it is removed, unless an error ends a preparation whose progress was saved.
     """
     folder = output.with_name(f".{output.name}.unfinished")
+    if folder.is_symlink():
+        remove(folder)
     progress = Progress.load(folder, plan)
     if not progress.read:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove(folder)
         folder.mkdir()
     try:
         yield folder, progress
     except BaseException:
         if not (folder / PROGRESS).exists():
-            shutil.rmtree(folder, ignore_errors=True)
+            remove(folder)
         raise
-    shutil.rmtree(folder, ignore_errors=True)
+    remove(folder)
 
 
 class IndexedWriter:

@@ -8,6 +8,7 @@ import tokenizers
 
 from data.errors import DataError
 from data.sidecar import TOKENIZER, Sidecar
+from parallel.validation.paths import unlink_link
 
 MAX_ID = 2**31 - 1  # of a token, which is stored as i32
 
@@ -66,6 +67,7 @@ class Tokenizer:
 
     def save(self, path: str | Path) -> None:
         # Not by the library's own `save`, whose errors are bare Exceptions.
+        unlink_link(Path(path))
         Path(path).write_text(self.text, encoding="utf-8")
 
     @classmethod

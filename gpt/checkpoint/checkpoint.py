@@ -55,8 +55,8 @@ class RunSaver(CheckpointWriter):
         data: Mapping[str, Any] | None = None,
         publication: Publication = TO_DISK,
     ):
-        self._folder, self._config, self._data = folder, state.config, data or {}
-        publication = replace(publication, publish=self._publish, tidy=partial(delete_old, folder, kept))
+        self._folder, self._config, self._data = folder.resolve(), state.config, data or {}
+        publication = replace(publication, publish=self._publish, tidy=partial(delete_old, self._folder, kept))
         super().__init__(rank_state(state), publication, is_async=is_async)
 
     def start(self, progress: Progress) -> None:

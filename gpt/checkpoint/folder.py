@@ -8,11 +8,11 @@ latest                    the name of the newest checkpoint, for people and othe
 
 import logging
 import re
-import shutil
 from pathlib import Path
 from typing import NamedTuple
 
 from parallel.validation.errors import ConfigError
+from parallel.validation.paths import remove
 from zero.state.layout_file import is_complete, no_checkpoint, writer_of
 from zero.state.schema import shown
 
@@ -93,14 +93,15 @@ def _keep_newest(folders: list[Path], keep: int) -> None:
     """Delete all but the last `keep` folders."""
     for path in folders[:-keep]:
         # Renamed first, so that a folder that is half deleted never looks like a complete checkpoint.
-        doomed = path.rename(path.with_name(f".{path.name}.partial"))
-        shutil.rmtree(doomed, ignore_errors=True)
+        doomed = path.with_name(f".{path.name}.partial")
+        remove(doomed)
+        remove(path.rename(doomed))
 
 
 def remove_partial(folder: Path) -> None:
     """Delete what interrupted saves have left."""
     for path in folder.glob(".*.partial"):
-        shutil.rmtree(path, ignore_errors=True)
+        remove(path)
 
 
 def _matches(folder: Path, name: re.Pattern[str]) -> list[tuple[re.Match[str], Path]]:

@@ -9,7 +9,6 @@ what is read, so a second load then reads the same bytes, and all of them are th
 """
 
 import os
-import shutil
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from parallel.pairwise import SideMessages
+from parallel.validation.paths import remove
 from zero.state.layout_file import LAYOUT, rank_file
 from zero.state.rank_state import RankState
 from zero.state.saved_state import PART_NAME, SavedState
@@ -90,7 +90,7 @@ class Parts:
 
     def delete(self) -> None:
         """Delete what was fetched; what is on this node stays."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        remove(self._folder)
 
     def _path(self, number: int, folder: Path | None = None) -> Path:
         folder = folder or self._folder

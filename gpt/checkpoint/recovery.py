@@ -45,7 +45,7 @@ class Recovery:
         self._lock, kept = RunLock(self._run_dir), Kept(config.keep, config.keep_every)
 
         def on_complete(saved: Path) -> None:
-            say(f"saved {saved}")
+            say(f"saved {self._folder / saved.name}")
             on_save(saved)
 
         publication = replace(TO_DISK, on_complete=on_complete, on_chunk=on_chunk)

@@ -11,7 +11,6 @@ every rank's file is on some node. The older one is deleted when the next save b
 import logging
 import os
 import secrets
-import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -29,6 +28,7 @@ from gpt.settings.run import CheckpointSettings
 from parallel.pairwise import SideMessages
 from parallel.store import Decisions
 from parallel.validation.errors import ConfigError
+from parallel.validation.paths import remove
 from zero.state.layout_file import LAYOUT, rank_file, verify_file
 from zero.state.sealed_file import verify
 from zero.state.writer import Publication, SaveError
@@ -78,7 +78,7 @@ class Snapshots:
             self._saver.wait()
         except SaveError as error:
             if self._is_host:
-                shutil.rmtree(self._folder / checkpoint_name(self._saving or 0), ignore_errors=True)
+                remove(self._folder / checkpoint_name(self._saving or 0))
             if self._rank == 0:
                 logger.error("error: %s; training goes on", error)
 
@@ -88,13 +88,13 @@ class Snapshots:
         if self._is_host:
             remove_partial(self._folder)
             for path in (path for saved, path in checkpoints(self._folder).items() if saved > step):
-                shutil.rmtree(path, ignore_errors=True)
+                remove(path)
 
     def delete_all(self) -> None:
         """Give the memory back. Call it when the run has ended."""
         self.settle()
         if self._is_host:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            remove(self._folder)
 
     def load_newest(self, after: int, is_continued: bool) -> tuple[Progress, Path] | None:
         """Load the newest complete snapshot of a later step than `after`; return None if there is none.

@@ -18,6 +18,7 @@ from parallel.process_defaults import FLIGHT_RECORD
 from parallel.stopping import Stopping
 from parallel.store import shared_store
 from parallel.torch_internals import flight_record
+from parallel.validation.paths import unlink_link
 from parallel.watchdog import Watchdog
 from parallel.world import World
 
@@ -75,10 +76,13 @@ def write_hang_report(run_dir: Path, rank: int, log: CommLog, reason: str) -> No
     }
     with written_if_possible(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"rank-{rank}.json").write_text(json.dumps(report, indent=1) + "\n")
+        files = folder / f"rank-{rank}.json", folder / f"{FLIGHT_RECORD}{rank}"
+        for file in files:
+            unlink_link(file)
+        files[0].write_text(json.dumps(report, indent=1) + "\n")
         # Last, because it asks CUDA, which may hang too.
         if record := flight_record():
-            (folder / f"{FLIGHT_RECORD}{rank}").write_bytes(record)
+            files[1].write_bytes(record)
 
 
 def _row(event: CommEvent) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel.validation.errors import ConfigError
+from parallel.validation.paths import remove, unlink_link
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ def start_run(folder: Path, config: str, last_step: int) -> None:
         config_file, metrics = folder / CONFIG, folder / METRICS
         if config_file.exists() and config_file.read_bytes() != config.encode():
             config_file.rename(first_free(config_file.with_suffix(".{}.yaml")))
+        unlink_link(config_file)
         config_file.write_bytes(config.encode())
         if metrics.exists() and last_step == 0:
             metrics.rename(first_free(metrics.with_suffix(".{}.jsonl")))
@@ -61,6 +63,8 @@ def cut_metrics(folder: Path, last_step: int) -> None:
     metrics = folder / METRICS
     if not metrics.exists():
         return
+    if metrics.is_symlink():  # such as of a folder that was copied as links: the file of the other run stays as it is
+        _replace(metrics, metrics.read_bytes())
     lines = _complete_lines(metrics)
     damaged = [number for number, (_, record) in enumerate(lines, 1) if record is None]
     kept = b"".join(line for line, record in lines if record and record["step"] <= last_step)
@@ -70,11 +74,9 @@ def cut_metrics(folder: Path, last_step: int) -> None:
             os.truncate(metrics, len(kept))
             return
         # A new file replaces the old one when it is complete, so that a crash cannot lose the metrics.
-        partial = metrics.with_suffix(".partial")
-        partial.write_bytes(kept)
         original = first_free(metrics.with_suffix(".{}.jsonl"))
         shutil.copyfile(metrics, original)  # not renamed, so that the old file stays until the new one replaces it
-        partial.replace(metrics)
+        _replace(metrics, kept)
     except OSError as error:
         raise ConfigError(
             f"{metrics} cannot be written ({error.strerror}); make room, or choose another run.dir"
@@ -83,6 +85,13 @@ def cut_metrics(folder: Path, last_step: int) -> None:
     if damaged:
         what = f"{len(damaged)} of {len(lines)} lines cannot be read, among them number {damaged[0]}"
     logger.warning("%s: %s; they are removed, and the old file is kept as %s", metrics, what, original.name)
+
+
+def _replace(path: Path, content: bytes) -> None:
+    partial = path.with_suffix(".partial")
+    remove(partial)
+    partial.write_bytes(content)
+    partial.replace(path)
 
 
 class MetricsFile:
@@ -200,18 +209,20 @@ def _are_texts(samples: Any) -> bool:
 
 
 def first_free(path: Path) -> Path:
-    """Return the path with {} in its name replaced by the smallest number, from 1, for which no such file exists."""
+    """Return the path with {} in its name replaced by the smallest number, from 1, that no file or link has."""
     numbered = (path.with_name(path.name.format(number)) for number in count(1))
-    return next(candidate for candidate in numbered if not candidate.exists())
+    return next(candidate for candidate in numbered if not os.path.lexists(candidate))
 
 
 @contextmanager
 def written_if_possible(path: Path) -> Iterator[None]:
     """Log an OSError of this block, which writes `path`, and go on without the file: training does not depend on it.
 
+    A link to a file is removed first: what it names is not written.
     All files of a run are written in this way, except for checkpoints, metrics.jsonl, and what a start needs.
     """
     try:
+        unlink_link(path)
         yield
     except OSError as error:
         logger.warning("%s cannot be written (%s); the run goes on without it", path, error.strerror or error)

@@ -12,6 +12,7 @@ from filelock import FileLock, Timeout
 
 from data.errors import LOCKS_ARE_MISSING
 from parallel.validation.errors import ConfigError
+from parallel.validation.paths import unlink_link
 from parallel.world import start_of_launch
 
 logger = logging.getLogger(__name__)
@@ -35,6 +36,8 @@ class RunLock:
         if self._lock.is_locked:
             return
         try:
+            for name in (LOCK, HOLDER):
+                unlink_link(self._folder / name)
             try:
                 self._lock.acquire()
             except Timeout:

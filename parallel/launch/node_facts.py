@@ -213,10 +213,10 @@ def _write_rate(folder: Path) -> float:
 
     Of several parts the fastest counts, because the other programs of a busy node may delay the rest.
     """
-    probe = folder / f".preflight-{socket.gethostname()}-{os.getpid()}"
+    probe = folder / f".preflight-{uuid4().hex}"
     block, seconds = os.urandom(2**20), []
     try:
-        with probe.open("wb") as file:
+        with probe.open("xb") as file:
             for _ in range(NUM_PROBES):
                 start = time.perf_counter()
                 for _ in range(PROBE_BYTES // len(block)):

@@ -8,7 +8,6 @@ import logging
 import math
 import re
 import secrets
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 
 from parallel.validation.errors import ConfigError
+from parallel.validation.paths import remove
 from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
 from zero.state.layout_file import is_complete, no_checkpoint, read_layout
@@ -55,9 +55,9 @@ class Saver(CheckpointWriter):
         extra = dict(extra or {})
         _check_json(extra, "extra")
         self.wait()
-        final = Path(folder).absolute()
+        final = Path(folder).resolve()
         if self._rank == 0:  # before any rank writes
-            shutil.rmtree(final.with_name(f".{final.name}.partial"), ignore_errors=True)
+            remove(final.with_name(f".{final.name}.partial"))
         save = self.agree(final, secrets.token_hex(6))
         content = {"save": save, "extra": extra, "settings": _settings(self._state.optimizer)}
         self.begin(final, content, f"save {save}", final.name)
@@ -91,7 +91,7 @@ def load(folder: str | Path, model: ZeroDataParallel, optimizer: ZeroOptimizer |
     and nothing else changes. Raises ConfigError if the folder does not hold a
     complete checkpoint of this model, or if it is damaged; all its files are read and checked first.
     """
-    checkpoint = _find(Path(folder).absolute())
+    checkpoint = _find(Path(folder).resolve())
     layout = read_layout(checkpoint, SCHEMA)
     state = RankState(model, optimizer)
     state.check_fits(checkpoint, layout, "build the model that was saved")
@@ -109,7 +109,7 @@ def load(folder: str | Path, model: ZeroDataParallel, optimizer: ZeroOptimizer |
 
 def has_checkpoint(folder: str | Path) -> bool:
     """Return whether `load` finds a complete checkpoint in the folder."""
-    return is_complete(_current(Path(folder).absolute()))
+    return is_complete(_current(Path(folder).resolve()))
 
 
 def _find(folder: Path) -> Path:
@@ -138,12 +138,12 @@ def _replace(partial: Path, final: Path) -> None:
         for path in final.iterdir():
             if not OWN_FILE.fullmatch(path.name):
                 raise SaveError(f"it holds {path.name}, which no checkpoint has, and would be replaced")
-        shutil.rmtree(_name_before(final), ignore_errors=True)
+        remove(_name_before(final))
         final.rename(_name_before(final))
     partial.rename(final)
     # Before the old one is deleted: a crash must not leave neither of them.
     flush_folder(final.parent)
-    shutil.rmtree(_name_before(final), ignore_errors=True)
+    remove(_name_before(final))
 
 
 def _settings(optimizer: ZeroOptimizer | None) -> list[dict[str, Any]]:

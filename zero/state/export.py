@@ -6,7 +6,6 @@ model.safetensors.index.json, model-00001-of-00003.safetensors, ..., config.json
 import copy
 import errno
 import json
-import shutil
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from parallel.mesh import Axis
 from parallel.tensor.split_parameters import split_dims
 from parallel.validation.errors import ConfigError
+from parallel.validation.paths import remove
 from zero.buckets.flat import FlatParameters
 from zero.engine import ZeroDataParallel
 from zero.partition.layout import cut
@@ -35,12 +35,14 @@ Write = Callable[[Path, Iterator[tuple[str, Tensor]], int], None]  # (folder, wh
 def write_folder(folder: Path, tensors: Iterable[tuple[str, Tensor]], file_bytes: int = FILE_BYTES) -> None:
     """Write tensors, on any device, to a folder of weights; hold at most `file_bytes` of them, or one larger tensor.
 
-    Raises ConfigError if the folder already holds weights, because a reader would mix them with these, and OSError if a
-    write fails.
+    Raises ConfigError if the folder already holds weights, because a reader would mix them with these, or a link, and
+    OSError if a write fails.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.glob("*.safetensors")):
         raise ConfigError(f"{folder} holds .safetensors files already; choose another folder, or empty it")
+    if link := next((path.name for path in folder.iterdir() if path.is_symlink()), None):
+        raise ConfigError(f"{folder} holds the link {link}, and what it names might be written; choose another folder")
     files: list[dict[str, int]] = []  # {name of a tensor: bytes} for each file that is written
     for held in _held_in_turn(tensors, file_bytes):
         write_tensors(folder / f".{STEM}-{len(files)}.partial", held, {"format": "pt"})
@@ -125,17 +127,17 @@ def export_units(
     try:
         if not replaces and output.exists() and any(output.iterdir()):
             raise FileExistsError(errno.EEXIST, "the folder is not empty; choose another one", str(output))
-        shutil.rmtree(partial, ignore_errors=True)
+        remove(partial)
         unit_bytes = max(flat.full.nbytes for flat in model.flats) * tensor.size
         write(partial, parameters, min(file_bytes, unit_bytes))
         # The folder gets its final name only when it is complete.
-        shutil.rmtree(output, ignore_errors=True)
+        remove(output)
         partial.rename(output)
     except Exception:
         deque(parameters, maxlen=0)  # the other ranks wait for this one in the collectives of the units that are left
         raise
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        remove(partial)
 
 
 def export(
@@ -156,7 +158,7 @@ def export(
     module. `tensor` is the axis along which the model itself is split. Raises OSError on the first rank if it cannot
     write, or if the folder is not empty.
     """
-    module, output = model.module, Path(folder).absolute()
+    module, output = model.module, Path(folder).resolve()
     state = {name.replace(COMPILED, ""): value for name, value in module.state_dict(keep_vars=True).items()}
     names = {id(value): name for name, value in reversed(state.items()) if isinstance(value, nn.Parameter)}
     params = dict(module.named_parameters())

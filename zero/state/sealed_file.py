@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from parallel.validation.errors import ConfigError
+from parallel.validation.paths import remove
 from zero.state.schema import Schema, parse_json
 
 CHUNK_BYTES = 2**24
@@ -77,7 +78,8 @@ def replace_text(path: Path, text: str) -> None:
     Raises OSError if the file cannot be written.
     """
     partial = path.with_name(f".{path.name}.partial")
-    with partial.open("wb") as file:
+    remove(partial)
+    with partial.open("xb") as file:
         file.write(text.encode())
         flush(file)
     # Rename only after the new text is on the disk: a crash can then not leave an incomplete file.

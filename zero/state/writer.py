@@ -11,7 +11,6 @@ that fails raises SaveError on all ranks, and leaves the checkpoints before it a
 
 import json
 import logging
-import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +27,7 @@ from parallel.memory_kinds import TensorKind, allocating
 from parallel.store import shared_store
 from parallel.streams import announce_host_read, synchronize
 from parallel.validation.errors import ConfigError
+from parallel.validation.paths import remove
 from zero.state.layout_file import LAYOUT, ORIGIN, origin, rank_file
 from zero.state.rank_state import RankState
 from zero.state.sealed_file import flush_folder, write_json
@@ -178,7 +178,7 @@ class CheckpointWriter:
             except Exception as error:
                 reason = f"rank {self._rank}: {_reason(error)}"
         if reason:
-            shutil.rmtree(partial, ignore_errors=True)  # make room for the next attempt
+            remove(partial)  # make room for the next attempt
         else:
             self._tidy(final.parent)
         self._report_outcome(key, reason)

@@ -23,7 +23,7 @@ from zero import (
     load,
     save,
 )
-from zero.state.export import full_state_dict
+from zero.state.export import full_state_dict, write_folder
 from zero.state.tensor_file import DTYPE_NAMES
 
 Wrapped = tuple[ZeroDataParallel, ZeroOptimizer]
@@ -108,6 +108,20 @@ def test_what_a_crash_has_left_of_an_older_checkpoint_does_not_stand_in_the_way(
     assert [path.name for path in folder.parent.iterdir()] == ["saved"]
 
 
+@pytest.mark.parametrize("link", ["saved", ".saved.partial", ".saved.before"])
+def test_a_link_is_never_written_through_unless_it_is_the_folder_that_is_named(tmp_path: Path, link: str):
+    disk = tmp_path / "disk" / "archive"
+    disk.mkdir(parents=True)
+    (tmp_path / link).symlink_to(disk)
+    for step in range(3):
+        save(tmp_path / "saved", *wrap(), {"step": step})
+    assert load(tmp_path / "saved", *wrap()) == {"step": 2}
+    is_target = link == "saved"
+    assert [path.name for path in tmp_path.iterdir() if path.is_symlink()] == [link] * is_target
+    assert len(list(disk.iterdir())) == 2 * is_target
+    export(tmp_path / "saved" / "weights", wrap()[0])  # below a link
+
+
 def test_a_folder_with_other_files_is_not_replaced(tmp_path: Path):
     (tmp_path / "work").mkdir()
     (tmp_path / "work/thesis.tex").touch()
@@ -116,6 +130,9 @@ def test_a_folder_with_other_files_is_not_replaced(tmp_path: Path):
     with pytest.raises(OSError, match="not empty"):
         export(tmp_path / "work", wrap()[0])
     assert [path.name for path in (tmp_path / "work").iterdir()] == ["thesis.tex"]
+    (tmp_path / "link").symlink_to(tmp_path / "work")
+    with pytest.raises(ConfigError, match="holds the link link, and what it names might be written"):
+        write_folder(tmp_path, [])
 
 
 def test_a_damaged_or_foreign_checkpoint_is_refused(saved: tuple[Path, Tensor]):
