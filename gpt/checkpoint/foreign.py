@@ -22,6 +22,7 @@ from zero.buckets.chunked_tensor import Chunk, ChunkedTensor
 from zero.dcp.folder import DistributedFolder, Naming, load_state, renamed, same_name
 from zero.dcp.state import DistributedState
 from zero.state.adam import COUNTS_PER_GROUP
+from zero.state.rank_state import check_same
 from zero.state.schema import shown
 
 logger = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ def load_foreign(folder: Path, writer: str, state: TrainState, samples_before: C
     step = there.count(f"state.{first}.step") if step is None else step
     if step is None:
         raise ConfigError(f"{folder} does not say its number of steps, as states of Adam do; choose another folder")
+    check_same(state.mesh, step, folder)
     origin = "as many as it has read" if num_samples is not None else f"where {step} steps of this run would end"
     num_samples = samples_before(step) if num_samples is None else num_samples
     logger.warning(

@@ -33,7 +33,7 @@ SCHEMA: dict[str, Schema] = {
     "settings": [{"numbers": {str: float}, "tuples": {str: [float]}}],  # of each group of the optimizer
 }
 OWN_FILE = re.compile(r"layout\.json|rank-[0-9]{5,}\.safetensors")
-REMEDY = "make room or choose another folder (a checkpoint of this name from before is untouched)"
+REMEDY = "make room or choose another folder (this save has changed nothing there)"
 
 
 class Saver(CheckpointWriter):
@@ -57,7 +57,7 @@ class Saver(CheckpointWriter):
         self.wait()
         final = Path(folder).resolve()
         if self._rank == 0:  # before any rank writes
-            remove(final.with_name(f".{final.name}.partial"))
+            _remove_partial(final)
         save = self.agree(final, secrets.token_hex(6))
         content = {"save": save, "extra": extra, "settings": _settings(self._state.optimizer)}
         self.begin(final, content, f"save {save}", final.name)
@@ -130,6 +130,14 @@ def _current(folder: Path) -> Path:
 
 def _name_before(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.before")
+
+
+def _remove_partial(final: Path) -> None:
+    """Remove what interrupted saves to the folder have left. One that another job has under way fails, by name."""
+    name = re.compile(rf"\.{re.escape(final.name)}(\.[0-9a-f]{{12}}-[0-9]+)?\.partial")
+    for path in final.parent.glob(".*.partial"):
+        if name.fullmatch(path.name):
+            remove(path)
 
 
 def _replace(partial: Path, final: Path) -> None:

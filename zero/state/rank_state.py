@@ -141,6 +141,7 @@ class RankState:
         `save` names the save, as in the files' origins. Raises ConfigError if the checkpoint is damaged.
         """
         mesh = self.mesh
+        check_same(mesh, int(layout["crc32"], 16), checkpoint)
         for number in range(mesh.rank, len(layout["files"]), mesh.size):
             verify_file(checkpoint, layout, number, save)
         # Before anything is loaded: a rank that finds damage does not reach the barrier, so the others do not continue.
@@ -197,6 +198,16 @@ class RankState:
                 except (RuntimeError, TypeError) as error:
                     damage = f"{file.path} is damaged: {name} is not the state of a random generator"
                     raise ConfigError(damage) from error
+
+
+def check_same(mesh: Mesh, number: int, checkpoint: Path) -> None:
+    """Raise ConfigError unless all ranks have read the same `number` in the checkpoint of this path."""
+    for axis in (mesh.tensor, mesh.data):
+        if axis.min_over_ranks(number) != -axis.min_over_ranks(-number):
+            raise ConfigError(
+                f"the ranks find different checkpoints in {checkpoint}, as on disks of their own or by a stale mount; "
+                "put it on a file system that all nodes share"
+            )
 
 
 def _counters(inner: torch.optim.Optimizer) -> list[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """Writes checkpoints so that a crash cannot damage them: into another folder, flushed, then renamed.
 
-    every rank    copy to host memory (asynchronous only) -> write its file in .NAME.partial -> its seal to the store
+    every rank    copy to host memory (asynchronous only) -> write its file in .NAME.SAVE.partial
+                  -> its seal to the store
     first rank    all have reported, and it finds all files -> layout.json -> publish: rename -> tidy: delete old ones
                   -> outcome to the store
     other hosts   the same in folders of their own, with the seals that the first rank has found
@@ -11,6 +12,7 @@ that fails raises SaveError on all ranks, and leaves the checkpoints before it a
 
 import json
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -77,6 +79,8 @@ class CheckpointWriter:
         self._rank, self._num_ranks = state.mesh.rank, state.mesh.size
         self._mesh = f"{state.mesh.first_rank}/{state.mesh.size}"  # other meshes of the job may save at the same time
         self.store = shared_store()
+        # A random name, by which this job knows its own folders: another job may save to the same one.
+        self._job = self.store.compare_set(f"saves/{self._mesh}/job", "", secrets.token_hex(6)).decode()
         self._host_copies = HostCopies(state.device) if is_async else None
         self._pending: tuple[threading.Thread, Callable[[], Path]] | None = None
 
@@ -96,7 +100,8 @@ class CheckpointWriter:
         in the files, and `title` in errors.
         """
         assert self._pending is None, "the save before this one has not been waited for"
-        key, partial = self._new_key(final), final.with_name(f".{final.name}.partial")
+        key = self._new_key(final)
+        partial = final.with_name(f".{final.name}.{self._job}-{key.rpartition('/')[2]}.partial")
         layout, tensors = self._state.describe(content), self._state.tensors()
         if self._host_copies:
             tensors = self._host_copies.take(tensors)
@@ -176,7 +181,8 @@ class CheckpointWriter:
                 flush_folder(partial)
                 self._publication.publish(partial, final)
             except Exception as error:
-                reason = f"rank {self._rank}: {_reason(error)}"
+                gone = f"{partial} is gone: another job saves to this folder; choose one for each job"
+                reason = f"rank {self._rank}: {_reason(error) if partial.exists() else gone}"
         if reason:
             remove(partial)  # make room for the next attempt
         else:
@@ -218,6 +224,8 @@ class CheckpointWriter:
         for report in reports:
             path, num_bytes = rank_file(partial, report["rank"]), report["seal"][1]
             while _size(path) != num_bytes:
+                if not partial.exists():
+                    raise FileNotFoundError
                 if time.monotonic() >= until:
                     raise SaveError(
                         f"does not find {path} of {num_bytes} bytes, which rank {report['rank']} has written; put the "

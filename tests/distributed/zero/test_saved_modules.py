@@ -1,20 +1,23 @@
 """Llama of transformers is saved, resumed on other numbers of ranks at other stages, and opened by from_pretrained."""
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from parallel.mesh import Mesh
+from parallel.mesh import Axis, Mesh
+from parallel.validation.errors import ConfigError
 from tests.distributed.zero.architectures.precision import computing_in_float64
 from tests.ranks import run_ranks
-from zero import Saver, ZeroConfig, ZeroDataParallel, ZeroOptimizer, export, load
+from zero import Saver, ZeroConfig, ZeroDataParallel, ZeroOptimizer, export, load, save
 
 CONFIG = LlamaConfig(
     vocab_size=32,
@@ -81,6 +84,21 @@ def save_and_train_on(folder: Path) -> tuple[Trained, Tensor]:
     assert saver.wait() == folder / "checkpoint"
     export(folder / "exported", run.model, tokenizer=tokenizer(), file_bytes=4000)
     return run.result(losses, random)
+
+
+def error_of_loading_what_each_rank_finds(folder: Path) -> str:
+    data = Mesh.create(tensor_size=1).data
+    with contextlib.chdir(folder / str(data.rank)), pytest.raises(ConfigError) as raised:
+        load("saved", ZeroDataParallel(nn.Linear(2, 3), data, ZeroConfig(1)))
+    return str(raised.value).replace(f"{folder}/{data.rank}", "DISK")
+
+
+def test_ranks_that_find_different_checkpoints_at_one_path_load_none(tmp_path: Path):
+    for rank in range(2):
+        save(tmp_path / str(rank) / "saved", ZeroDataParallel(nn.Linear(2, 3), Axis.trivial("data"), ZeroConfig(1)))
+    found = run_ranks(2, error_of_loading_what_each_rank_finds, tmp_path)
+    assert found[0].startswith("the ranks find different checkpoints in DISK/saved, as on disks of their own")
+    assert found[1] == found[0]
 
 
 def resume(folder: Path, stage: int) -> tuple[Trained, Tensor]:

@@ -3,6 +3,7 @@
 import shutil
 from collections import Counter
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from zero import (
     load,
     save,
 )
+from zero.state import writer
 from zero.state.export import full_state_dict, write_folder
 from zero.state.tensor_file import DTYPE_NAMES
 
@@ -77,7 +79,7 @@ def test_a_crash_while_a_checkpoint_is_replaced_leaves_the_old_one(
     rename = Path.rename
 
     def crash(path: Path, target: Path) -> Path:
-        if path.name == ".saved.partial":
+        if path.name.endswith(".partial"):
             raise OSError("power failure")
         return rename(path, target)
 
@@ -120,6 +122,37 @@ def test_a_link_is_never_written_through_unless_it_is_the_folder_that_is_named(t
     assert [path.name for path in tmp_path.iterdir() if path.is_symlink()] == [link] * is_target
     assert len(list(disk.iterdir())) == 2 * is_target
     export(tmp_path / "saved" / "weights", wrap()[0])  # below a link
+
+
+def test_of_two_jobs_that_save_to_one_folder_one_fails_by_name_and_the_folder_is_whole(
+    saved: tuple[Path, Tensor], monkeypatch: pytest.MonkeyPatch
+):
+    """Let the second job begin and write its file when the first has written its own, and end after it."""
+    folder, _ = saved
+    first, second = Saver(*wrap()), Saver(*wrap())
+    second_has_written, first_has_ended = Event(), Event()
+    write_json = writer.write_json
+
+    def wait_and_write(path: Path, content: dict[str, Any]) -> None:
+        if content["extra"] == {"step": 2}:
+            second.start(folder, {"step": 3})
+            assert second_has_written.wait(60)
+        else:
+            second_has_written.set()
+            assert first_has_ended.wait(60)
+        write_json(path, content)
+
+    monkeypatch.setattr(writer, "write_json", wait_and_write)
+    first.start(folder, {"step": 2})
+    with pytest.raises(
+        SaveError, match=r"\.partial is gone: another job saves to this folder; choose"
+    ):
+        first.wait()
+    assert load(folder, *wrap()) == {"step": 1}
+    first_has_ended.set()
+    assert second.wait() == folder
+    assert load(folder, *wrap()) == {"step": 3}
+    assert [path.name for path in folder.parent.iterdir()] == ["saved"]
 
 
 def test_a_folder_with_other_files_is_not_replaced(tmp_path: Path):
