@@ -2,12 +2,16 @@
 # Walks from JSON lines, some of them broken, to scores of lm-evaluation-harness, on two cores in minutes; the steps are
 # those of docs/jsonl_to_scores.md. The first start installs the harness into an environment of its own.
 #
-#   scripts/jsonl_to_scores.sh [FOLDER]      # runs/walk by default
+#   scripts/jsonl_to_scores.sh [FOLDER]      # runs/walk by default; made anew if it is of an earlier walk
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-source scripts/setup.sh
 folder=${1:-runs/walk}
-rm -rf "$folder" && mkdir -p "$folder"
+mark=$folder/.made_by_jsonl_to_scores
+if [[ ! -e $mark && -n $(ls -A "$folder" 2>/dev/null) ]]; then
+    echo "jsonl_to_scores.sh: FOLDER=$folder holds files that no walk has made; choose a new folder" >&2 && exit 2
+fi
+source scripts/setup.sh
+rm -rf "$folder" && mkdir -p "$folder" && touch "$mark"
 export OMP_NUM_THREADS=1
 
 echo "== texts: the standard library and the documents of this project, with broken lines, and questions about them"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -80,3 +81,24 @@ def test_pip_installs_what_uv_cannot_and_says_why(tmp_path, variables, reason):
     assert said.count("setup: ") == 1
     assert reason in said
     assert "Requirement already satisfied: pytest" in said
+
+
+def test_a_walk_removes_no_folder_that_an_earlier_one_has_not_made(tmp_path):
+    (tmp_path / "scripts").mkdir()
+    script = shutil.copy(ROOT / "scripts/jsonl_to_scores.sh", tmp_path / "scripts")
+    (tmp_path / "scripts/setup.sh").write_text("python() { exit 0; }")  # ends the walk when its folder is made
+    own = tmp_path / "thesis"
+    own.mkdir()
+    (own / "chapter.tex").touch()
+
+    def walk() -> tuple[int, str]:
+        ended = subprocess.run(["bash", script, own], capture_output=True, text=True, check=False)
+        return ended.returncode, ended.stderr
+
+    reason = f"FOLDER={own} holds files that no walk has made; choose a new folder"
+    assert walk() == (2, f"jsonl_to_scores.sh: {reason}\n")
+    assert (own / "chapter.tex").exists()
+    (own / "chapter.tex").unlink()
+    for _ in range(2):  # an empty folder, and one of a walk
+        assert walk() == (0, "")
+        (own / "code.jsonl").touch()

@@ -144,9 +144,7 @@ def test_of_two_jobs_that_save_to_one_folder_one_fails_by_name_and_the_folder_is
 
     monkeypatch.setattr(writer, "write_json", wait_and_write)
     first.start(folder, {"step": 2})
-    with pytest.raises(
-        SaveError, match=r"\.partial is gone: another job saves to this folder; choose"
-    ):
+    with pytest.raises(SaveError, match=r"\.partial is gone: another job saves to this folder; choose"):
         first.wait()
     assert load(folder, *wrap()) == {"step": 1}
     first_has_ended.set()

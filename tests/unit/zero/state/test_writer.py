@@ -102,9 +102,7 @@ def test_files_that_the_first_rank_does_not_find_as_they_were_written_fail_the_s
     monkeypatch.setattr(module, "STALE_SECONDS", 0.0)
     writer = make_writer(torch.zeros(1), True, on_written=lambda partial, _: change(rank_file(partial, 0)))
     start(writer, tmp_path / "a")
-    expected = (
-        rf"rank 0: does not find {tmp_path}/\.a\.\w+-1\.partial/rank-00000\.safetensors of \d+ bytes, .*; make"
-    )
+    expected = rf"rank 0: does not find {tmp_path}/\.a\.\w+-1\.partial/rank-00000\.safetensors of \d+ bytes, .*; make"
     with pytest.raises(SaveError, match=expected):
         writer.wait()
     assert list(tmp_path.iterdir()) == []
