@@ -44,7 +44,7 @@ class Trainer:
         self._settings, self.state, self._corpus, self._console = settings, state, corpus, console
         self._progress = Progress()
         self._records = Records(settings, world.is_first)
-        self._watch = Watch(settings.run, world, state, self._records.on_abort)
+        self._watch = Watch(settings, world, state, self._records.on_abort)
         self._recovery = Recovery(
             settings.checkpoint,
             self._records.folder,
@@ -160,7 +160,10 @@ class Trainer:
         """Return whether a snapshot and a checkpoint are due after this step."""
         saves, step = self._settings.checkpoint, self._progress.step
         is_snapshot_due = bool(saves.snapshot_every) and step % saves.snapshot_every == 0
-        return is_snapshot_due, bool(saves.every) and self._is_due(saves.every)
+        is_last = step == self._settings.train.steps and (saves.last or saves.every > 0)
+        is_checkpoint_due = is_last or (saves.every > 0 and step % saves.every == 0)
+        # First the watch, which all ranks ask after each step.
+        return is_snapshot_due, self._watch.is_save_due() or is_checkpoint_due
 
     def _check_and_save(self, is_snapshot_due: bool, is_checkpoint_due: bool) -> None:
         """Compare replicas, if this is due after this step, and save."""
@@ -176,6 +179,8 @@ class Trainer:
                 with self.state.mesh.log.during("checkpoint"):
                     save(self._progress)
                 self._throughput.restart()
+        if is_checkpoint_due:
+            self._watch.saved()
 
     def _batches(self) -> Generator[tuple[int, list[MicroBatch]], None, None]:
         """Yield (global batch size, this rank's micro-batches on its device) of every step that is left."""

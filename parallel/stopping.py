@@ -8,6 +8,9 @@ device:
     3. The last step is the highest one reported: no rank is beyond it, and every rank can still reach it.
 
 Steps are counted by their begins, which are as many on all ranks: a run that rolls back repeats numbers of steps.
+
+The ranks agree in the same way on a step after which they save, when the first rank finds that the last save was long
+ago. It is the step after the highest one reported: so every rank knows it before it begins that step.
 """
 
 import os
@@ -29,8 +32,40 @@ POLL_SECONDS = 0.5
 AGREEMENT_SECONDS = 10.0  # if a rank dies, torchrun sends the others SIGTERM, and SIGKILL 30 s later: must be less
 
 
+class Agreement:
+    """A step on which the ranks agree, `num_later` after the highest that any of them had begun when it was asked."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, key: str, num_later: int = 0):
+        self._store, self._rank, self._size, self._key, self._num_later = store, rank, size, key, num_later
+        self.reported_at: float | None = None
+        self.step: int | None = None
+
+    @property
+    def is_under_way(self) -> bool:
+        """True if this rank has reported, and the step is not known yet: it may then begin no other one."""
+        return self.reported_at is not None and self.step is None
+
+    def ask(self) -> None:
+        self._store.set(f"{self._key}/asked", "")
+
+    def is_asked(self) -> bool:
+        return self._store.check([f"{self._key}/asked"])
+
+    def report(self, num_begun: int) -> None:
+        # The step is set before this rank is counted: the rank that completes the count finds the steps of all.
+        self._store.set(f"{self._key}/step/{self._rank}", str(num_begun))
+        if self._store.add(f"{self._key}/num_reports", 1) == self._size:
+            steps = [int(self._store.get(f"{self._key}/step/{rank}")) for rank in range(self._size)]
+            self._store.set(f"{self._key}/last", str(max(steps) + self._num_later))
+
+    def read(self) -> int | None:
+        return int(self._store.get(f"{self._key}/last")) if self._store.check([f"{self._key}/last"]) else None
+
+
 class Stopping:
     """A handler of signals: the first one asks all ranks to stop, and a later one ends this process at once.
+
+    With `save_seconds` above 0, the ranks agree to save when so much time has passed since the last call of `saved`.
 
     If not all ranks report their step in time after the first signal, this process ends too: a rank has died, and a
     collective with it would never complete, or the launcher has, and with its store the ranks cannot agree. `on_abort`
@@ -45,31 +80,47 @@ class Stopping:
         size: int,
         on_abort: Callable[[str], None] = lambda reason: None,
         clock: Callable[[], float] = time.monotonic,
+        save_seconds: float = 0.0,
     ):
         self._on_abort, self._clock = on_abort, clock
         self._store, self._rank, self._size = store, rank, size
         self._changed = threading.Condition()
-        self._step = self._num_begun = 0
-        self._reported_at: float | None = None
-        self._last: int | None = None
+        self._step = self._num_begun = self._num_saves = 0
+        self._stop, self._save = Agreement(store, rank, size, "stop"), self._next_save()
+        self._save_seconds, self._saved_at = save_seconds, clock() if save_seconds else 0.0
 
     def may_begin(self, step: int) -> bool:
         """Return False if the step before was the last one. Call it before every step; blocks while ranks agree."""
         with self._changed:
-            # A rank that has reported its step begins no other one before the last step is known: a later one could be
-            # beyond the last.
-            if self._reported_at is not None:
-                self._changed.wait_for(lambda: self._last is not None)
-            if self._last is not None and self._num_begun >= self._last:
+            # A rank that has reported its step begins no other one before the agreed one is known: a later one could be
+            # beyond it.
+            self._changed.wait_for(lambda: not self._stop.is_under_way and not self._save.is_under_way)
+            if self._stop.step is not None and self._num_begun >= self._stop.step:
                 return False
             # Written under the lock that `agree` takes before it reports this number: no step can begin in between.
             self._num_begun += 1
             self._step = step
             return True
 
+    def is_save_due(self) -> bool:
+        """Return whether the ranks have agreed to save after the step that is done. All ranks call it after each."""
+        if self._save.step != self._num_begun:
+            return False
+        self.saved()
+        self._num_saves += 1
+        self._save = self._next_save()
+        return True
+
+    def saved(self) -> None:
+        """Begin to count the time to the next save."""
+        self._saved_at = self._clock()
+
+    def _next_save(self) -> Agreement:
+        return Agreement(self._store, self._rank, self._size, f"save/{self._num_saves}", num_later=1)
+
     def request(self) -> None:
         """Ask all ranks to stop. May be called from any thread."""
-        self._store.set("stop/asked", "")
+        self._stop.ask()
 
     @contextmanager
     def handling_signals(self) -> Iterator[None]:
@@ -111,8 +162,8 @@ class Stopping:
                     os._exit(128 + received[-1])
             attempt(self.agree)
             # Without the store this rank reports no step: the time then counts from the signal.
-            since = asked_at if self._reported_at is None else self._reported_at
-            if self._last is None and since is not None and self._clock() > since + AGREEMENT_SECONDS:
+            since = asked_at if self._stop.reported_at is None else self._stop.reported_at
+            if self._stop.step is None and since is not None and self._clock() > since + AGREEMENT_SECONDS:
                 self._abort()
 
     def _abort(self) -> None:
@@ -128,21 +179,25 @@ class Stopping:
         os._exit(1)
 
     def agree(self) -> None:
-        """Report the present step if a stop was asked for, and read the last step if all ranks have reported."""
-        if self._last is not None or not self._store.check(["stop/asked"]):
+        """Report the present step if a stop or a save was asked for, and read the agreed one if all have reported."""
+        self._take_part(self._stop)
+        if self._save_seconds:
+            save = self._save  # before the time is read: the next one must not be asked for by the time of this one
+            if self._rank == 0 and save.reported_at is None and self._clock() - self._saved_at >= self._save_seconds:
+                save.ask()
+            self._take_part(save)
+
+    def _take_part(self, agreement: Agreement) -> None:
+        if agreement.step is not None or not agreement.is_asked():
             return
-        if self._reported_at is None:
-            # First `_reported_at`, so that the main thread begins no later step; then the step is reported; last this
-            # rank is counted, so that the rank that completes the count finds the steps of all.
+        if agreement.reported_at is None:
+            # First `reported_at`, so that the main thread begins no later step; then the step is reported.
             with self._changed:
-                self._reported_at = self._clock()
-            self._store.set(f"stop/step/{self._rank}", str(self._num_begun))
-            if self._store.add("stop/num_reports", 1) == self._size:
-                steps = [int(self._store.get(f"stop/step/{rank}")) for rank in range(self._size)]
-                self._store.set("stop/last", str(max(steps)))
-        if self._store.check(["stop/last"]):
+                agreement.reported_at = self._clock()
+            agreement.report(self._num_begun)
+        if (step := agreement.read()) is not None:
             with self._changed:
-                self._last = int(self._store.get("stop/last"))
+                agreement.step = step
                 self._changed.notify_all()
 
 

@@ -105,7 +105,7 @@ def bytes_on_host(settings: Settings, mesh: Mesh, allocated: Callable[[float], f
         pinned += [] if has_parameters and itemsize == MASTER_BYTES else [MASTER_BYTES]
         pageable = moments
     save = settings.checkpoint
-    num_copies = bool(save.asynchronous and save.every) + bool(save.snapshot_every)
+    num_copies = save.is_async + bool(save.snapshot_every)
     saved = [MASTER_BYTES, moments / 2, moments / 2] if transport.replicas.rank == 0 else []
     group_shards, shards = (_shards(settings, mesh, axis.size) for axis in (transport.gathered_along, transport.owners))
     of_group = sum(n * sum(allocated(numel * each) for each in in_group) for numel, n in group_shards)

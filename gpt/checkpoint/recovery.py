@@ -50,7 +50,7 @@ class Recovery:
 
         publication = replace(TO_DISK, on_complete=on_complete, on_chunk=on_chunk)
         self._saver = RunSaver(
-            self._folder, state, kept=kept, is_async=config.asynchronous, data=data, publication=publication
+            self._folder, state, kept=kept, is_async=config.is_async, data=data, publication=publication
         )
         if config.snapshot_every:
             from gpt.checkpoint.snapshots import Snapshots
@@ -146,7 +146,7 @@ class Recovery:
         self._settle()
         self._saver.start(progress)
         self._saved_step = progress.step
-        if not self._config.asynchronous:
+        if not self._config.is_async:
             self._settle()
         if self._weights:
             self._weights.export(progress.step)

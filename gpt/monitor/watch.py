@@ -12,7 +12,7 @@ from typing import Any
 
 from gpt.builder.train_state import TrainState
 from gpt.run_folder.files import HANG, written_if_possible
-from gpt.settings.run import RunSettings
+from gpt.settings.settings import Settings
 from parallel.comm_log import CommEvent, CommLog
 from parallel.process_defaults import FLIGHT_RECORD
 from parallel.stopping import Stopping
@@ -28,20 +28,22 @@ NUM_LAST = 50  # collectives in a report
 class Watch:
     """The watch of one rank; `on_abort` is called with the reason just before a rank is ended, in another thread."""
 
-    def __init__(self, settings: RunSettings, world: World, state: TrainState, on_abort: Callable[[str], None]):
+    def __init__(self, settings: Settings, world: World, state: TrainState, on_abort: Callable[[str], None]):
         store, log = shared_store(), state.mesh.log
 
         def on_hang(reason: str) -> None:  # the report first: `on_abort` may take seconds
             try:
-                write_hang_report(Path(settings.dir), world.rank, log, reason)
+                write_hang_report(Path(settings.run.dir), world.rank, log, reason)
             finally:
                 on_abort(reason)
 
-        self._stopping = Stopping(store, world.rank, world.size, on_abort)
-        self._watchdog = Watchdog(store, world.rank, world.size, log, settings.hang_seconds, on_hang)
-        if settings.hang_seconds:
+        save_seconds = 60 * settings.checkpoint.every_minutes
+        self._stopping = Stopping(store, world.rank, world.size, on_abort, save_seconds=save_seconds)
+        self._watchdog = Watchdog(store, world.rank, world.size, log, settings.run.hang_seconds, on_hang)
+        if settings.run.hang_seconds:
             log.follow(state.device)
         self.has_stopped = False
+        self.is_save_due, self.saved = self._stopping.is_save_due, self._stopping.saved
 
     @contextmanager
     def running(self) -> Iterator[None]:

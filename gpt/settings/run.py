@@ -14,15 +14,20 @@ class CheckpointSettings:
     """Checkpoints, which are written to run.dir/checkpoints and from which a run resumes."""
 
     every: NonNegative = 0
-    """Steps between checkpoints, with one more at the end of the run; 0: save only if a signal ends the run early."""
+    """Steps between checkpoints; 0: at no fixed steps. Training then waits for each checkpoint, and no copy is made."""
+    every_minutes: Annotated[float, Range(0, 1e7)] = 30.0
+    """A checkpoint is also saved if the newest one is this many minutes old; 0: never."""
+    last: bool = True
+    """Save a checkpoint after the last step; false: only if every is above 0. A run that a signal ends saves one in any
+    case, as before a time limit."""
     keep: Positive = 2
     """Number of checkpoints to keep; older ones are deleted."""
     keep_every: NonNegative = 0
     """Checkpoints of steps that are multiples of this are never deleted, and do not count in keep; 0: none. A multiple
     of every."""
     asynchronous: bool = True
-    """Copy the state to host memory and write it to disk while training goes on; false: training waits for the disk,
-    and no copy is made."""
+    """Copy the state to host memory and write it to disk while training goes on, if every is above 0; false: training
+    waits for the disk, and no copy is made."""
     weights: bool = False
     """With each checkpoint, also write the weights to run.dir/weights, in train.precision and in the format of
     transformers."""
@@ -41,6 +46,11 @@ class CheckpointSettings:
                 f"CheckpointSettings.keep_every={self.keep_every} is not a multiple of every={self.every}; choose "
                 f"{max(self.keep_every // self.every, 1) * self.every if self.every else 0}"
             )
+
+    @property
+    def is_async(self) -> bool:
+        """True if a copy of the state is kept in host memory, from which checkpoints are written beside training."""
+        return self.asynchronous and self.every > 0
 
     def snapshot_folder(self, run_dir: str | Path) -> Path:
         """Return the folder of a run's snapshots on each node."""

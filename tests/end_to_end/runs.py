@@ -34,6 +34,7 @@ def options(prefix: Path, run_dir: Path, **settings: object) -> list[str]:
         "train.log_every": 1,
         "train.eval_samples": 0,
         "train.sample_tokens": 0,
+        "checkpoint.last": "false",
     }
     chosen |= {name.replace("__", "."): value for name, value in settings.items()}
     return [f"--{name}={value}" for name, value in chosen.items()]

@@ -3,6 +3,8 @@
 import itertools
 import json
 import logging
+import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 import gpt.trainer
+from gpt.checkpoint.folder import checkpoints
 from gpt.monitor import metrics, profiling
 from gpt.monitor import records as monitor_records
 from gpt.monitor.records import Records
@@ -70,6 +73,20 @@ def test_each_validation_corpus_has_a_loss_of_its_own(tmp_path: Path, capsys: py
         "validation_loss/code-text": code["validation_loss"],
     }
     assert f"; wiki-text {wiki['validation_loss']:.4f}; code-text {code['validation_loss']:.4f}" in printed
+
+
+@pytest.mark.parametrize(
+    ("last", "minutes", "is_saved"), [("true", 0, True), ("false", 0, False), ("false", 1e-6, True)]
+)
+def test_a_run_without_other_settings_saves_at_its_end_and_from_time_to_time(
+    prefix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: str, minutes: float, is_saved: bool
+):
+    monkeypatch.setattr(Records, "on_save", lambda *_: os.kill(os.getpid(), signal.SIGUSR1))  # asks the run to stop
+    settings = {"checkpoint__last": last, "checkpoint__every_minutes": minutes, "train__log_every": 100}
+    make_trainer(prefix, tmp_path, train__steps=20_000 if minutes else 3, **settings).train()
+    saved = checkpoints(tmp_path / "checkpoints")
+    assert bool(saved) == is_saved
+    assert not minutes or min(saved) < 20_000
 
 
 def test_a_run_is_logged_with_its_speed_between_evaluations_samples_and_saves(

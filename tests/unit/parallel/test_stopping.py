@@ -67,6 +67,31 @@ def test_ranks_that_have_rolled_back_stop_after_the_step_that_they_have_begun():
     assert [stops[1].may_begin(4), *(stop.may_begin(5) for stop in stops)] == [True, False, False]
 
 
+def test_ranks_agree_on_a_step_to_save_after_when_the_last_save_was_long_ago():
+    now, store = [0.0], dist.HashStore()
+    stops = [Stopping(store, rank, 2, clock=lambda: now[0], save_seconds=60) for rank in range(2)]
+
+    def due(step: int, seconds: float, *, begun_by: int = 2) -> list[bool]:
+        """Return whether a save is due after a step, during which the ranks poll; only some may have begun it then."""
+        now[0] = seconds
+        assert all(stop.may_begin(step) for stop in stops[:begun_by])
+        for stop in (*stops, *stops):
+            stop.agree()
+        assert all(stop.may_begin(step) for stop in stops[begun_by:])
+        return [stop.is_save_due() for stop in stops]
+
+    assert due(1, 59) == [False, False]
+    assert due(2, 60, begun_by=1) == [False, False]
+    assert due(3, 61) == [True, True]
+    assert [stop.is_save_due() for stop in stops] == [False, False]
+    assert due(4, 120) == [False, False]
+    for stop in stops:
+        stop.saved()  # for another reason
+    assert due(5, 179) == [False, False]
+    assert due(6, 180) == [False, False]
+    assert due(7, 180) == [True, True]
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_asks_to_stop_and_its_handler_is_restored_after_the_block(number):
     before, threads, files = signal.getsignal(number), set(threading.enumerate()), os.listdir("/proc/self/fd")
