@@ -26,7 +26,7 @@ import torch
 from data.errors import DataError
 from gpt.builder.host_memory import check_host_memory
 from gpt.builder.train_state import build, build_mesh, num_adding_units, start_options
-from gpt.checkpoint.folder import find
+from gpt.checkpoint.folder import find_to_train
 from gpt.corpus import Corpus
 from gpt.monitor.console import RunConsole, describe_run, memory_table
 from gpt.monitor.out_of_memory import out_of_memory_recorded
@@ -67,7 +67,7 @@ def pretrain(settings: Settings, world: World, watching: Watching = nullcontext)
     ):
         initial = settings
         if train.initial_weights is not None:
-            found = find(Path(settings.run.dir) / CHECKPOINTS, settings.checkpoint.resume) is not None
+            found = find_to_train(Path(settings.run.dir) / CHECKPOINTS, settings.checkpoint.resume) is not None
             if Decisions(mesh.rank, mesh.size).decide(found, any):  # it is loaded, and the weights may be gone
                 initial = settings.without_initial_weights()
         state = build(initial, mesh, world.device)

@@ -107,6 +107,13 @@ def start_of_launch() -> tuple[str, int] | None:
     return (launch, int(number)) if launch else None
 
 
+def is_restart() -> bool:
+    """Return True if the launcher, or the scheduler, has started the ranks of this job before."""
+    own = start_of_launch()  # which counts from 1, and torchrun from 0
+    num_restarts = str(own[1] - 1) if own else os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return {num_restarts, os.environ.get("SLURM_RESTART_COUNT", "0")} != {"0"}
+
+
 def start_world(options: StartOptions = StartOptions()) -> World:
     """Create the process group of the ranks that the launcher started: NCCL on GPUs, gloo on CPUs.
 

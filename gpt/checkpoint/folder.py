@@ -4,21 +4,25 @@ step-00000100             a checkpoint; a folder of another name, such as step-0
 .step-00000200.partial    is being written, or was when the job ended
 old-2-step-00000150       set aside: the run went back behind its step, for the second time
 latest                    the name of the newest checkpoint, for people and other programs
+began_from                the folder that checkpoint.resume named when this run began there
 """
 
 import logging
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from parallel.validation.errors import ConfigError
 from parallel.validation.paths import remove
+from parallel.world import is_restart
 from zero.state.layout_file import is_complete, no_checkpoint, writer_of
 from zero.state.schema import shown
+from zero.state.sealed_file import replace_text
 
 logger = logging.getLogger(__name__)
 
-LATEST = "latest"
+LATEST, BEGAN_FROM = "latest", "began_from"
 NAME = re.compile(r"step-([0-9]{8,})")
 SET_ASIDE = re.compile(r"old-([0-9]+)-step-([0-9]{8,})")
 
@@ -61,6 +65,50 @@ def find(folder: Path, resume: str) -> Path | None:
     if not is_complete(Path(resume)) and not writer_of(Path(resume)):
         raise ConfigError(f"checkpoint.resume={shown(resume)[1:-1]} {no_checkpoint(Path(resume))}, or choose auto")
     return Path(resume)
+
+
+def goes_on(folder: Path, resume: str) -> bool:
+    """Return whether a start with `checkpoint.resume` goes on with what the run of the folder has saved.
+
+    A run begins once at the checkpoint of another run that `resume` names. With `never`, and with one of its own, it
+    begins anew at each start, but not if the launcher or the scheduler restarts it.
+    """
+    if resume == "auto":
+        return True
+    if resume == "never" or _is_in(folder, Path(resume)):
+        return is_restart()
+    with suppress(OSError):
+        return (folder / BEGAN_FROM).read_text() == str(Path(resume).absolute())
+    return False
+
+
+def _is_in(folder: Path, checkpoint: Path) -> bool:
+    return checkpoint.parent.resolve() == folder.resolve()
+
+
+def find_to_train(folder: Path, resume: str) -> Path | None:
+    """Return the checkpoint from which a start of the run of the folder goes on, or None to start from the beginning.
+
+    Raises ConfigError as `find`.
+    """
+    if resume != "auto" and goes_on(folder, resume) and (found := newest(folder)):
+        return found
+    return find(folder, resume)
+
+
+def begin_from(folder: Path, resume: str, step: int) -> None:
+    """Set aside what the run of the folder has saved and will not go on with: it begins after `step`.
+
+    If `checkpoint.resume` names the checkpoint of another run, that is all that it has, and the name is kept.
+    """
+    if resume in ("auto", "never") or _is_in(folder, Path(resume)):
+        set_aside_later(folder, step)
+    elif not goes_on(folder, resume):
+        set_aside_later(folder, -1)
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_text(folder / BEGAN_FROM, str(Path(resume).absolute()))
+    if resume == "never":
+        remove(folder / BEGAN_FROM)
 
 
 def set_aside_later(folder: Path, step: int) -> None:

@@ -9,7 +9,16 @@ from typing import Any
 
 from gpt.builder.train_state import TrainState
 from gpt.checkpoint.checkpoint import TO_DISK, RunSaver, load
-from gpt.checkpoint.folder import Kept, checkpoint_name, find, newest, remove_partial, set_aside_later, step_in_name
+from gpt.checkpoint.folder import (
+    Kept,
+    begin_from,
+    checkpoint_name,
+    find_to_train,
+    goes_on,
+    newest,
+    remove_partial,
+    step_in_name,
+)
 from gpt.checkpoint.layout import Progress
 from gpt.run_folder.files import CHECKPOINTS, CONFIG, WEIGHTS, cut_metrics, start_run
 from gpt.run_folder.lock import RunLock
@@ -89,10 +98,16 @@ class Recovery:
         # locked below: nothing is created if loading fails.
         if self._is_first and self._run_dir.exists():
             self._lock.take()
-        progress, found = Progress(run=_new_name()), self._choose(find(self._folder, self._config.resume))
+        progress, found = Progress(run=_new_name()), self._choose(find_to_train(self._folder, self._config.resume))
         progress, source = self._load(found, samples_before) or (progress, None)
         if source:
-            self._say(f"resumed from {source}, after step {progress.step}")
+            resume = self._config.resume
+            began = (
+                ""
+                if resume == "auto" or Path(resume) == found
+                else f"; it has begun once as checkpoint.resume={resume} says"
+            )
+            self._say(f"resumed from {source}, after step {progress.step}{began}")
             if source.resolve() == (self._folder / checkpoint_name(progress.step)).resolve():
                 self._saved_step = progress.step
         if self._snapshots:
@@ -102,7 +117,7 @@ class Recovery:
             start_run(self._run_dir, settings, progress.step)
             for folder in (self._folder, self._run_dir / WEIGHTS):
                 remove_partial(folder)
-            set_aside_later(self._folder, progress.step)
+            begin_from(self._folder, self._config.resume, progress.step)
         # Before any rank saves: the first one has removed what interrupted saves have left.
         self._state.mesh.barrier()
         return progress
@@ -127,8 +142,9 @@ class Recovery:
 
     def _load(self, found: Path | None, samples_before: Callable[[int], int]) -> tuple[Progress, Path] | None:
         """Load the newest snapshot if it is newer than the checkpoint `found`, else that, and return which."""
-        if self._snapshots and self._config.resume == "auto":
-            after, is_continued = step_in_name(found) if found else None, (self._run_dir / CONFIG).exists()
+        if self._snapshots:
+            after = step_in_name(found) if found else None
+            is_continued = (self._run_dir / CONFIG).exists() and goes_on(self._folder, self._config.resume)
             if snapshot := self._snapshots.load_newest(after or 0, is_continued):
                 return snapshot
         if found is None:

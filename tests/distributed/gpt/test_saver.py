@@ -50,6 +50,7 @@ def questions_of_a_save(folder: Path) -> tuple[list[str], list[float]]:
     store = RecordingStore(writer.shared_store())
     with mock.patch.object(writer, "shared_store", return_value=store):
         own = Saver(folder, state, kept=Kept(1), is_async=True)
+        store.calls.clear()
         own.start(Progress(1))
         assert own.wait() == folder / "step-00000001"
     return store.calls, store.seconds

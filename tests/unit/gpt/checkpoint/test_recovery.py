@@ -213,6 +213,35 @@ def test_a_run_saves_the_step_from_which_it_resumes_unless_its_own_folder_has_it
     assert names_in(folder / "checkpoints") == ["latest", "step-00000001", "step-00000002"]
 
 
+@pytest.mark.parametrize(("resume", "variable"), [("folder", ""), ("never", "TORCHELASTIC_RESTART_COUNT")])
+def test_a_run_begins_once_where_it_is_told_to_and_its_restarts_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resume: str, variable: str
+):
+    origin, folder, is_branch = tmp_path / "run/checkpoints/step-00000002", tmp_path / "other", resume == "folder"
+
+    def trained(run: Run, *steps: int) -> list[str]:
+        for step in steps:
+            run.save(step)
+        run.recovery.finish()
+        run.recovery.release()
+        return run.said
+
+    trained(Run(tmp_path / "run", {}), 2)
+    trained(Run(folder, {}), 1, 9)  # of a run that was there before
+    settings = {"resume": str(origin) if is_branch else resume, "keep": 9}
+    said = trained(Run(folder, settings), 3, 4)
+    assert said[:-2] == [f"resumed from {origin}, after step 2"] * is_branch
+    if variable:
+        monkeypatch.setenv(variable, "1")
+    said = trained(Run(folder, settings), 5, 6)
+    assert said[0].startswith(
+        f"resumed from {folder / 'checkpoints/step-00000004'}, after step 4; it has begun once as "
+    )
+    steps = [f"step-{step:08d}" for step in range(3, 7)]
+    aside = ["old-1-step-00000001", "old-1-step-00000009"]
+    assert names_in(folder / "checkpoints") == ["began_from"] * is_branch + ["latest", *aside, *steps]
+
+
 def test_a_folder_is_locked_for_one_run_and_not_made_for_one_that_cannot_begin(tmp_path: Path):
     with pytest.raises(ConfigError, match="holds no complete checkpoint"):
         Run(tmp_path / "run", {"resume": "/nowhere"})
