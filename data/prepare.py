@@ -30,6 +30,7 @@ from data.sidecar import INDEX, TOKENIZER, TOKENS, Sidecar, file_checksum
 from data.sources import Source
 from data.staging import PROGRESS, IndexedWriter, Progress, reserved, staging_folder, token_dtype
 from data.tokenizer import Tokenizer, tokenizer_path
+from parallel.validation.paths import expanded
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -195,11 +196,13 @@ def _shown_progress(
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m data.prepare", description=__doc__.partition(":")[2])
     add = parser.add_argument
-    add("--source", nargs="+", required=True, help="files, globs, folders, a hub dataset, or stdlib")
-    add("--output", required=True, metavar="PREFIX", help="the common prefix of the files")
+    add("--source", type=expanded, nargs="+", required=True, help="files, globs, folders, a hub dataset, or stdlib")
+    add("--output", type=expanded, required=True, metavar="PREFIX", help="the common prefix of the files")
     tokenizer = parser.add_mutually_exclusive_group(required=True)
     tokenizer.add_argument(
-        "--tokenizer", help="a tokenizer.json, a folder with one, the PREFIX of a corpus, or a hub name such as gpt2"
+        "--tokenizer",
+        type=expanded,
+        help="a tokenizer.json, a folder with one, the PREFIX of a corpus, or a hub name such as gpt2",
     )
     tokenizer.add_argument("--train_vocab_size", type=int, metavar="N", help="train a byte-level BPE of N entries")
     tokenizer.add_argument("--characters", action="store_true", help="one entry for each character of the source")

@@ -40,6 +40,7 @@ from gpt.settings.parser import parse_settings
 from gpt.settings.settings import Settings
 from gpt.tasks import Request, judge, load_tasks, perplexity_of, score
 from parallel.validation.errors import ConfigError
+from parallel.validation.paths import expanded
 from parallel.world import World, exit_as_rank, start_world
 
 # These undo WikiText's own tokenization, as GPT-2's authors and Megatron-LM do before they evaluate.
@@ -160,7 +161,7 @@ def _parser() -> argparse.ArgumentParser:
         help="predictions scored by each window after the first; default: all, so that windows do not overlap",
     )
     add("--tokenizer", help="a file, folder or hub name; default: that of data.path")
-    add("--weights", help="folder of exported weights; default: the newest checkpoint in run.dir")
+    add("--weights", type=expanded, help="folder of exported weights; default: the newest checkpoint in run.dir")
     add(
         "--wikitext",
         action="store_true",

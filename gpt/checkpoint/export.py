@@ -21,6 +21,7 @@ from gpt.pretrained.tokenizer_files import tokenizer_of_data
 from gpt.pretrained.weights import check_shapes, companions, write_weights
 from gpt.shape.config import parameter_shapes
 from parallel.validation.errors import ConfigError, exit_on_config_error
+from parallel.validation.paths import expanded
 from zero.partition.config import DTYPES
 from zero.state.export import FILE_BYTES, export_units
 from zero.state.layout_file import LAYOUT, is_complete, verify_file
@@ -94,12 +95,15 @@ class LiveExports:
 
 
 def main(arguments: list[str]) -> None:
+    def path(text: str) -> Path:
+        return Path(expanded(text))
+
     parser = argparse.ArgumentParser(prog="python -m gpt.checkpoint.export", description=__doc__.splitlines()[0])
-    parser.add_argument("checkpoint", type=Path, help="folder of a checkpoint, or of several: then the newest")
-    parser.add_argument("--output", type=Path, required=True, help="folder that from_pretrained will open")
+    parser.add_argument("checkpoint", type=path, help="folder of a checkpoint, or of several: then the newest")
+    parser.add_argument("--output", type=path, required=True, help="folder that from_pretrained will open")
     parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="type of the weights")
-    parser.add_argument("--data", help="PREFIX of the corpus whose tokenizer is exported; default: that of the run")
-    parser.add_argument("--initial_weights", help="the folder from which the run began, if it has moved")
+    parser.add_argument("--data", type=expanded, help="PREFIX of the corpus whose tokenizer is exported (the run's)")
+    parser.add_argument("--initial_weights", type=expanded, help="the folder from which the run began, if it has moved")
     options = parser.parse_args(arguments)
     with exit_on_config_error(OSError, DataError):
         count = export_checkpoint(

@@ -30,6 +30,7 @@ from parallel.validation.fields import FilePath, alternatives, convert, is_text,
 CONFIG = "config"
 DEEPSPEED_CONFIG = "zero.deepspeed_config"  # not a field of ZeroConfig: the file sets more than ZeRO
 INITIAL_WEIGHTS = "train.initial_weights"
+RUN_DIR, RUN_CONFIG, METRICS = "run.dir", "config.yaml", "metrics.jsonl"  # files of the folder of a run
 DEEPSPEED_TEXT = "A JSON configuration of DeepSpeed, translated into settings; see docs/deepspeed.md."
 MAX_COMPARED = 100  # characters of a wrong name, for which similar ones are looked for
 TREE = [*walk(Settings), Leaf(DEEPSPEED_CONFIG, FilePath | None, None, DEEPSPEED_TEXT)]
@@ -63,7 +64,22 @@ def parse_settings(
 
     Raises ConfigError, with a message of one line, if anything in the settings is wrong.
     """
-    return _build(Settings, "", None, given_settings(arguments, num_ranks, show))
+    given = given_settings(arguments, num_ranks, show)
+    settings = _build(Settings, "", None, given)
+    _check_run_dir(given, settings.run.dir)
+    return settings
+
+
+def _check_run_dir(given: Layer, run_dir: str) -> None:
+    """Raise ConfigError if run.dir is that of a run whose folder was moved or copied to where its config.yaml is."""
+    origin = given.get(RUN_DIR, Given(None)).origin
+    file = Path(origin.rpartition(", line ")[0])
+    is_of_a_run = file.name == RUN_CONFIG and file.with_name(METRICS).exists()
+    if is_of_a_run and file.parent.resolve() != Path(run_dir).resolve():
+        raise ConfigError(
+            f"{origin}{RUN_DIR}={shown(run_dir)}, but the run is in {file.parent}, as if it was moved or copied; give "
+            f"--{RUN_DIR}={file.parent} to go on with this one, or --{RUN_DIR}={run_dir}"
+        )
 
 
 @messages_in_option_names()
@@ -114,7 +130,7 @@ def _layers(arguments: Sequence[str]) -> tuple[Layer, Layer]:
     for name, text in _options(arguments):
         if name == CONFIG:
             is_inline = text.startswith("{")
-            content = parse_yaml(text, f"--{CONFIG}") if is_inline else read_section(Path(text), text)
+            content = parse_yaml(text, f"--{CONFIG}") if is_inline else read_section(Path(text).expanduser(), text)
             files = _merged(files, dict(_entries("", content, f"--{CONFIG}" if is_inline else text)))
         elif name not in LEAVES.keys() | REMOVED_SETTINGS.keys() and not text.startswith("{") and _is_file(text):
             options = _merged(options, dict(_entries(name, read_section(Path(text), text), text)))

@@ -19,6 +19,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, dataclass_transform, get_args, get_origin, get_type_hints
 
 from parallel.validation.errors import ConfigError
+from parallel.validation.paths import expanded
 
 T = TypeVar("T")
 
@@ -80,6 +81,13 @@ class PathLength:
         if longest > LONGEST_NAME or len(os.fsencode(value)) > LONGEST_PATH:
             return f"is longer than {LONGEST_PATH} bytes, or has a name of more than {LONGEST_NAME}"
         return None
+
+    def expanded(self, value: str) -> str:
+        """Return a path with ~ and variables replaced."""
+        try:
+            return expanded(value)
+        except ValueError:
+            raise _WrongValueError("has a user or a variable that is not known") from None
 
     def __str__(self) -> str:
         return "that is a path"
@@ -195,6 +203,7 @@ def _convert(hint: Any, value: Any) -> Any:
             converted = _convert_single(arguments[0], value)
             for allowed in hint.__metadata__:
                 _refuse(allowed.problem(converted))
+                converted = allowed.expanded(converted) if isinstance(allowed, PathLength) else converted
             return converted
         case origin if origin is Literal:
             if not isinstance(value, (bool, int, str)):

@@ -1,8 +1,21 @@
-"""Paths that may be links: what this code removes or writes is never what a link names."""
+"""Paths as users write them, and paths that may be links: what a link names is never removed or written."""
 
+import os
+import re
 import shutil
 from contextlib import suppress
 from pathlib import Path
+
+HOME = r"^([\d.]+:)?(~[^/]*)"  # of WEIGHT:PREFIX, too
+UNKNOWN = re.compile(rf"{HOME}|\$\w|\$\{{")
+
+
+def expanded(path: str) -> str:
+    """Return the path with ~ and variables such as $HOME replaced. Raises ValueError if one is not known."""
+    found = re.sub(HOME, lambda match: (match[1] or "") + os.path.expanduser(match[2]), os.path.expandvars(path))
+    if UNKNOWN.search(found):
+        raise ValueError(f"{path} has a user or a variable that is not known")
+    return found
 
 
 def remove(path: Path) -> None:

@@ -127,7 +127,7 @@ def load_distributed(folder: str | Path, model: ZeroDataParallel, optimizer: Zer
     All ranks call it. Without `optimizer` the weights alone are loaded. Raises ConfigError on all ranks, before
     anything is loaded, if the folder does not describe this model or its optimizer's states.
     """
-    load_state(DistributedFolder(Path(folder)), model, optimizer)
+    load_state(DistributedFolder(Path(folder).expanduser()), model, optimizer)
 
 
 def load_state(

@@ -55,7 +55,7 @@ class Saver(CheckpointWriter):
         extra = dict(extra or {})
         _check_json(extra, "extra")
         self.wait()
-        final = Path(folder).resolve()
+        final = Path(folder).expanduser().resolve()
         if self._rank == 0:  # before any rank writes
             _remove_partial(final)
         save = self.agree(final, secrets.token_hex(6))
@@ -91,7 +91,7 @@ def load(folder: str | Path, model: ZeroDataParallel, optimizer: ZeroOptimizer |
     and nothing else changes. Raises ConfigError if the folder does not hold a
     complete checkpoint of this model, or if it is damaged; all its files are read and checked first.
     """
-    checkpoint = _find(Path(folder).resolve())
+    checkpoint = _find(Path(folder).expanduser().resolve())
     layout = read_layout(checkpoint, SCHEMA)
     state = RankState(model, optimizer)
     state.check_fits(checkpoint, layout, "build the model that was saved")
@@ -109,7 +109,7 @@ def load(folder: str | Path, model: ZeroDataParallel, optimizer: ZeroOptimizer |
 
 def has_checkpoint(folder: str | Path) -> bool:
     """Return whether `load` finds a complete checkpoint in the folder."""
-    return is_complete(_current(Path(folder).resolve()))
+    return is_complete(_current(Path(folder).expanduser().resolve()))
 
 
 def _find(folder: Path) -> Path:

@@ -158,7 +158,7 @@ def export(
     module. `tensor` is the axis along which the model itself is split. Raises OSError on the first rank if it cannot
     write, or if the folder is not empty.
     """
-    module, output = model.module, Path(folder).resolve()
+    module, output = model.module, Path(folder).expanduser().resolve()
     state = {name.replace(COMPILED, ""): value for name, value in module.state_dict(keep_vars=True).items()}
     names = {id(value): name for name, value in reversed(state.items()) if isinstance(value, nn.Parameter)}
     params = dict(module.named_parameters())

@@ -172,6 +172,24 @@ def test_a_text_of_an_option_needs_no_quotes():
     assert (settings.run.dir, settings.wandb.name, settings.data.path) == ("5", None, ["1:a", "2:b"])
 
 
+def test_the_config_of_a_run_that_was_moved_or_copied_needs_a_folder(tmp_path: Path):
+    old, new = tmp_path / "old", tmp_path / "new"
+    for folder in (old, new):
+        folder.mkdir()
+        (folder / "config.yaml").write_text(f"run:\n  dir: {old}\n")
+        assert parse_settings([f"--config={BASE}", f"--config={folder}/config.yaml"]).run.dir == str(
+            old
+        )  # of no run yet
+        (folder / "metrics.jsonl").touch()
+    config = f"--config={new}/config.yaml"
+    message = f"{new}/config.yaml, line 2: run.dir=.*, but the run is in {new}, .*; give --run.dir={new} to .*={old}$"
+    with pytest.raises(ConfigError, match=message):
+        parse_settings([f"--config={BASE}", config])
+    for folder in (old, new):
+        assert parse_settings([f"--config={BASE}", config, f"--run.dir={folder}"]).run.dir == str(folder)
+    assert parse_settings([f"--config={BASE}", f"--config={old}/config.yaml"]).run.dir == str(old)
+
+
 @pytest.mark.parametrize("word", ["-h", "--help"])
 def test_the_help_is_printed_and_is_no_error(word, capsys):
     with pytest.raises(SystemExit) as ended:
