@@ -20,7 +20,7 @@ from gpt.checkpoint.folder import (
     step_in_name,
 )
 from gpt.checkpoint.layout import Progress
-from gpt.run_folder.files import CHECKPOINTS, CONFIG, WEIGHTS, cut_metrics, start_run
+from gpt.run_folder.files import CHECKPOINTS, CONFIG, WEIGHTS, cut_metrics, read_name, start_run
 from gpt.run_folder.lock import RunLock
 from gpt.settings.run import CheckpointSettings
 from parallel.store import Decisions, shared_store
@@ -114,7 +114,7 @@ class Recovery:
             self._snapshots.delete_after(progress.step)
         if self._is_first:
             self._lock.take()
-            start_run(self._run_dir, settings, progress.step)
+            start_run(self._run_dir, settings, progress.step, progress.run)
             for folder in (self._folder, self._run_dir / WEIGHTS):
                 remove_partial(folder)
             begin_from(self._folder, self._config.resume, progress.step)
@@ -145,7 +145,8 @@ class Recovery:
         if self._snapshots:
             after = step_in_name(found) if found else None
             is_continued = (self._run_dir / CONFIG).exists() and goes_on(self._folder, self._config.resume)
-            if snapshot := self._snapshots.load_newest(after or 0, is_continued):
+            name = read_name(self._run_dir) if is_continued else None
+            if snapshot := self._snapshots.load_newest(after or 0, name):
                 return snapshot
         if found is None:
             return None

@@ -6,11 +6,15 @@
 
 A rank writes its file as for a checkpoint, and sends it to a partner on the next node. A generation is complete if
 every rank's file is on some node. The older one is deleted when the next save begins: two exist at any time.
+
+The memory is that of all users of a node, and the path can be guessed: so the folder is this user's own, who alone may
+read it, and a snapshot is loaded only if it has the random name of the run.
 """
 
 import logging
 import os
 import secrets
+import stat
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -96,14 +100,14 @@ class Snapshots:
         if self._is_host:
             remove(self._folder)
 
-    def load_newest(self, after: int, is_continued: bool) -> tuple[Progress, Path] | None:
+    def load_newest(self, after: int, name: str | None) -> tuple[Progress, Path] | None:
         """Load the newest complete snapshot of a later step than `after`; return None if there is none.
 
-        Those that are damaged or incomplete cost a line each. Unless the run `is_continued`, as the first rank sees it,
-        they are those of a run that was deleted.
+        Those that are damaged or incomplete cost a line each, and those of another run than `name`, as the first rank
+        sees it: "" if an earlier version has not written it, and None if the run begins.
         """
         later = [step for step in checkpoints(self._folder) if step > after]
-        steps = self._decisions.decide([is_continued, later], _steps_of_all)
+        name, steps = self._decisions.decide([name, later], _steps_of_all)
         for step in reversed(steps):
             generation = self._folder / checkpoint_name(step)
             holders = self._decisions.decide(self._verify(generation), _holders_of_complete)
@@ -114,6 +118,10 @@ class Snapshots:
             parts = Parts(generation, holders, self._node, self._messages, f".resume-{self._rank}")
             try:
                 run = read_run(parts.take_layout())
+                if name not in ("", run.progress.run):
+                    if self._rank == 0:
+                        logger.warning("the snapshot of step %d is not used: it is of another run", step)
+                    continue
                 own = rank_state(self._state)
                 check_run(generation, run, own, self._state.config, self._data)
                 parts.load(own, run.layout)
@@ -180,10 +188,26 @@ def _mapped(path: Path) -> Tensor:
     return torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)
 
 
+def _make_own(folder: Path) -> None:
+    """Make a folder that only this user reads. Raises ConfigError if it, or the one above it, is another user's."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    for path, found in ((folder.parent, folder.parent.stat()), (folder, folder.lstat())):
+        # Nobody else can rename what is in a folder of this user, nor in one of the system like /tmp.
+        is_of_system = path != folder and found.st_uid == 0 and found.st_mode & stat.S_ISVTX
+        if not stat.S_ISDIR(found.st_mode) or not (found.st_uid == os.geteuid() or is_of_system):
+            raise ConfigError(
+                f"checkpoint.snapshot_dir: {path} is a link, or of another user (number {found.st_uid}), who could "
+                "change snapshots; choose another folder in memory, such as /dev/shm/NAME"
+            )
+    folder.chmod(0o700)
+
+
 def _node_of(folder: Path) -> str:
     """Return a text that the ranks that share the folder have in common, and no others."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        _make_own(folder)
         own = folder / f"{NODE}-{secrets.token_hex(8)}"
         own.write_text(own.name)
         with suppress(FileExistsError):
@@ -201,9 +225,9 @@ def _ranks_by_value(values: list[str]) -> list[list[int]]:
     return [[rank for rank, other in enumerate(values) if other == value] for value in dict.fromkeys(values)]
 
 
-def _steps_of_all(found: list[tuple[bool, list[int]]]) -> list[int]:
-    is_continued, _ = found[0]
-    return sorted({step for _, steps in found for step in steps}) if is_continued else []
+def _steps_of_all(found: list[tuple[str | None, list[int]]]) -> tuple[str | None, list[int]]:
+    name, _ = found[0]
+    return name, [] if name is None else sorted({step for _, steps in found for step in steps})
 
 
 def _holders_of_complete(found: list[dict[str, Any]]) -> dict[str, Any] | str:

@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 CONFIG, METRICS, LOSS_PLOT, CHECKPOINTS = "config.yaml", "metrics.jsonl", "loss.png", "checkpoints"
 WEIGHTS = "weights"
+NAME = "run_name"  # the random name of the run, which is in all of its checkpoints
 NUMBERS_OF_A_STEP = {  # those that tables and plots read
     "loss",
     "tokens",
@@ -34,8 +35,8 @@ NUMBERS_OF_A_STEP = {  # those that tables and plots read
 HANG, OUT_OF_MEMORY = "hang", "out_of_memory"  # folders of one file a rank, written only if it happens
 
 
-def start_run(folder: Path, config: str, last_step: int) -> None:
-    """Prepare the folder for a run that continues after `last_step`, or begins if that is 0.
+def start_run(folder: Path, config: str, last_step: int, name: str = "") -> None:
+    """Prepare the folder for the run `name` that continues after `last_step`, or begins if that is 0.
 
     Metrics after `last_step` are removed, because these steps are run again. If the run begins, old metrics are renamed
     instead. A config.yaml with other settings is renamed too. Raises ConfigError if the folder cannot be written.
@@ -47,12 +48,21 @@ def start_run(folder: Path, config: str, last_step: int) -> None:
             config_file.rename(first_free(config_file.with_suffix(".{}.yaml")))
         unlink_link(config_file)
         config_file.write_bytes(config.encode())
+        if name != read_name(folder):
+            _replace(folder / NAME, name.encode())
         if metrics.exists() and last_step == 0:
             metrics.rename(first_free(metrics.with_suffix(".{}.jsonl")))
         else:
             cut_metrics(folder, last_step)
     except OSError as error:
         raise ConfigError(f"run.dir={folder} cannot be written ({error.strerror}); choose another folder") from error
+
+
+def read_name(folder: Path) -> str:
+    """Return the random name of the run of a folder, "" if an earlier version has begun it."""
+    with suppress(OSError):
+        return (folder / NAME).read_text(errors="replace")
+    return ""
 
 
 def cut_metrics(folder: Path, last_step: int) -> None:

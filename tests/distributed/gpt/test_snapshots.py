@@ -64,7 +64,7 @@ def resumed_from(folder: Path, state: TrainState, num_nodes: int, after: int) ->
     handler.emit = lambda record: warnings.append(record.getMessage())
     snapshots.logger.addHandler(handler)
     try:
-        found = own.load_newest(after, is_continued=True)
+        found = own.load_newest(after, "run")
     finally:
         snapshots.logger.removeHandler(handler)
     step = found[0].step if found else 0

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +36,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self.state = tiny_state()
-        config = CheckpointSettings(every=1, **self.settings)
+        config = CheckpointSettings(**{"every": 1} | self.settings)
         self.recovery = Recovery(
             config,
             self.folder,
@@ -118,6 +119,28 @@ def test_a_run_resumes_from_the_newest_state_that_is_whole(tmp_path: Path, damag
     other = Run(run.folder, settings | {"resume": "never"})
     assert other.said == []
     other.recovery.release()
+
+
+def test_snapshots_are_those_of_the_user_and_of_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch):
+    settings = {"snapshot_every": 1, "snapshot_dir": str(tmp_path / "memory"), "every": 0}
+    run = Run(tmp_path / "run", settings)
+    memory = CheckpointSettings(**settings).snapshot_folder(run.folder)
+    assert memory.stat().st_mode & 0o777 == 0o700
+    run.recovery.save_snapshot(Progress(1, 2, "another run"))
+    wait_until((memory / "step-00000001").exists)
+    run.recovery.release()
+    again = Run(run.folder, settings)
+    assert again.said == []
+    assert caplog.messages == ["the snapshot of step 1 is not used: it is of another run"]
+    again.recovery.release()
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(ConfigError, match=rf"snapshot_dir: {tmp_path}/memory is a link, or of another user"):
+        Run(run.folder, settings)
+    monkeypatch.undo()
+    memory.rename(tmp_path / "elsewhere")
+    memory.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match=rf"snapshot_dir: {memory} is a link"):
+        Run(run.folder, settings)
 
 
 def test_no_step_waits_until_an_older_snapshot_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
