@@ -30,11 +30,13 @@ from gpt.checkpoint.folder import find_to_train
 from gpt.corpus import Corpus
 from gpt.monitor.console import RunConsole, describe_run, memory_table
 from gpt.monitor.out_of_memory import out_of_memory_recorded
+from gpt.monitor.watch import Watch
 from gpt.run_folder.files import CHECKPOINTS
 from gpt.settings.option_names import messages_in_option_names
 from gpt.settings.parser import parse_settings
 from gpt.settings.settings import Settings
 from gpt.trainer import Trainer
+from parallel.mesh import Mesh
 from parallel.store import Decisions
 from parallel.torch_internals import multiplies_in_bf16
 from parallel.world import World, exit_as_rank, rank_from_environment, start_world
@@ -54,6 +56,14 @@ def pretrain(settings: Settings, world: World, watching: Watching = nullcontext)
     """Train a model as the settings say, inside the context `watching(device)`. All ranks call it."""
     console = RunConsole(is_quiet=not world.is_first)
     mesh = build_mesh(settings, world)
+    watch = Watch(settings, world, mesh.log)
+    with watch.running():
+        _pretrain(settings, world, mesh, watch, console, watching)
+
+
+def _pretrain(
+    settings: Settings, world: World, mesh: Mesh, watch: Watch, console: RunConsole, watching: Watching
+) -> None:
     check_host_memory(settings, mesh, world)
     train = settings.train
     best = "bf16" if multiplies_in_bf16(world.device) else "fp32"
@@ -73,7 +83,7 @@ def pretrain(settings: Settings, world: World, watching: Watching = nullcontext)
         state = build(initial, mesh, world.device)
         console.say(describe_run(state, train, settings.run.dir))
         console.show(memory_table(state, train))
-        trainer = Trainer(settings, world, state, corpus, console)
+        trainer = Trainer(settings, world, state, corpus, console, watch)
         trainer.train()
 
 

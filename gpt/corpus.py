@@ -74,7 +74,8 @@ class Corpus:
             # The first rank builds the indices, then one of each node that lacks them, before all ranks map them.
             for is_builder in (world.is_first, world.local_rank == 0 and not world.is_first):
                 if is_builder:
-                    samples.build_cache(0, num_samples)
+                    with mesh.log.busy():
+                        samples.build_cache(0, num_samples)
                 mesh.barrier()
             return samples
 
@@ -83,7 +84,6 @@ class Corpus:
         own = {"": of()} if num_evaluated and not validated else {}
         validation = own | {name: of(prefix, (0, 1, 0)) for name, prefix in validated.items()}
         tokenizer = load_tokenizer(prefixes[0]) if tokenizer_path(prefixes[0]).is_file() else None
-
         loader = partial(_loader, model=model, train=train, mesh=mesh, world=world, num_units=num_units)
         return cls(
             training=loader(training),
@@ -139,5 +139,6 @@ def _check_files(prefixes: Sequence[str], model_vocab_size: int, mesh: Mesh, wor
                 f"model.vocab_size={model_vocab_size} is below the {size} ids of {prefix}; choose {size} or more"
             )
     for prefix in prefixes if world.local_rank == 0 else ():
-        check_index(IndexedDataset(prefix))
+        with mesh.log.busy():
+            check_index(IndexedDataset(prefix))
     mesh.barrier()

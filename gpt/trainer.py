@@ -40,11 +40,14 @@ if TYPE_CHECKING:
 class Trainer:
     """The training of `state` on a corpus, from the newest checkpoint, if there is one, to the last step."""
 
-    def __init__(self, settings: Settings, world: World, state: TrainState, corpus: Corpus, console: RunConsole):
+    def __init__(
+        self, settings: Settings, world: World, state: TrainState, corpus: Corpus, console: RunConsole, watch: Watch
+    ):
         self._settings, self.state, self._corpus, self._console = settings, state, corpus, console
         self._progress = Progress()
         self._records = Records(settings, world.is_first)
-        self._watch = Watch(settings, world, state, self._records.on_abort)
+        self._watch = watch
+        watch.on_abort = self._records.on_abort
         self._recovery = Recovery(
             settings.checkpoint,
             self._records.folder,
@@ -97,7 +100,7 @@ class Trainer:
             self._records.warn_if_rate_changed(first)
             with (
                 self._records.tracked(first),
-                self._watch.running(),
+                self._watch.handling_signals(),
                 self._console.progress(first, self._settings.train.steps),
             ):
                 roll_backs = RollBacks(self._settings.guard, self.state.guard)

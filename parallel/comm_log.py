@@ -99,7 +99,7 @@ class CommLog:
     def __init__(self, keeps_events: bool = False, clock: Callable[[], float] = time.perf_counter):
         self.keeps_events, self.clock = keeps_events, clock
         self.on_phase: Callable[[str], AbstractContextManager[object]] = nullcontext
-        self.phase, self.num_phases = "setup", 0
+        self.phase, self.num_phases, self.is_busy = "setup", 0, False
         self.num_recorded = 0
         self.newest: deque[CommEvent] = deque(maxlen=NUM_NEWEST)
         self._is_on_gpu = False
@@ -117,6 +117,19 @@ class CommLog:
     def clear(self) -> None:
         self.events: list[CommEvent] = []
         self.wire_bytes_by: Counter[tuple[str, str, str]] = Counter()  # by (axis, op, phase)
+
+    def note_progress(self) -> None:
+        """Count progress that is no collective, such as a part of a file that was read, as a phase."""
+        self.num_phases += 1
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """Count this rank as one that makes progress in this block: it works on its own, and waits for no other."""
+        self.is_busy = True
+        try:
+            yield
+        finally:
+            self.is_busy = False
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:

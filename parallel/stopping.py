@@ -16,14 +16,16 @@ ago. It is the step after the highest one reported: so every rank knows it befor
 import os
 import select
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 
 import torch.distributed as dist
+
+from parallel.ending import EXIT_ABORTED, end_process
 
 # Slurm sends SIGUSR1 before the time of a job is over; SIGINT is Ctrl-C.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -159,7 +161,7 @@ class Stopping:
                     asked_at = self._clock()
                     attempt(self.request)
                 elif received and asked_at is not None and self._clock() > asked_at + SAME_SECONDS:
-                    os._exit(128 + received[-1])
+                    end_process(128 + received[-1])
             attempt(self.agree)
             # Without the store this rank reports no step: the time then counts from the signal.
             since = asked_at if self._stop.reported_at is None else self._stop.reported_at
@@ -167,16 +169,12 @@ class Stopping:
                 self._abort()
 
     def _abort(self) -> None:
-        """End this process from the polling thread: the main thread may never return from its collective."""
+        """End this process from the polling thread."""
         reason = (
             f"rank {self._rank} was asked to stop in step {self._step}, and not all {self._size} ranks "
             f"have answered within {AGREEMENT_SECONDS:g} s: one of them, or the launcher, has ended"
         )
-        # The line is printed before `on_abort`, which may take long or fail, and both before the process ends.
-        sys.stderr.write(f"error: {reason}\n")
-        sys.stderr.flush()
-        self._on_abort(reason)
-        os._exit(1)
+        end_process(EXIT_ABORTED, reason, partial(self._on_abort, reason))
 
     def agree(self) -> None:
         """Report the present step if a stop or a save was asked for, and read the agreed one if all have reported."""

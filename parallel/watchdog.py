@@ -9,8 +9,6 @@ reached, because the host of a rank may have launched many more. The launcher ca
 
 import json
 import math
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -21,8 +19,8 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from parallel.comm_log import CommLog, CommProgress
+from parallel.ending import EXIT_LOST, end_process
 
-EXIT_CODE = 3
 POLLS_PER_HANG = 10  # polls in `hang_seconds`
 POLLS_BETWEEN_READINGS = 3  # of the heartbeats: in between, every process that still runs writes a new one
 POLLS_TO_READ_VERDICT = 2
@@ -79,7 +77,7 @@ class Heart:
     def idle_seconds(self) -> float:
         now = self._progress_of_log()
         progress = now.num_complete, now.num_reached, self._log.num_phases, self._num_beats
-        if progress != self._progress:
+        if progress != self._progress or self._log.is_busy:
             self._progress, self.progress_time = progress, self.clock()
         return self.clock() - self.progress_time
 
@@ -177,12 +175,9 @@ class Watchdog:
         self._heart.progress_time = self._heart.clock() - self._hang_seconds / 2
 
     def _end(self, verdict: Verdict, *, prints: bool = False) -> None:
-        """End this process from the watchdog's thread: the main thread may never return from its collective."""
-        try:
-            if prints:  # before `on_abort`, which may take long or fail
-                with suppress(OSError):  # such as of a full disk
-                    sys.stderr.write(f"error: {verdict.reason}\n")
-                    sys.stderr.flush()
+        """End this process from the watchdog's thread."""
+
+        def report() -> None:
             try:
                 self._on_abort(verdict.reason)
             finally:
@@ -191,8 +186,8 @@ class Watchdog:
                     self._store.set("watch/all_reported", "")
                 seconds = POLLS_TO_READ_VERDICT * self._poll_seconds + SECONDS_TO_REPORT
                 self._store.wait(["watch/all_reported"], timedelta(seconds=seconds))
-        finally:
-            os._exit(EXIT_CODE)
+
+        end_process(EXIT_LOST, verdict.reason if prints else "", report)
 
     def _heartbeats(self) -> dict[int, Heartbeat]:
         keys = {rank: f"watch/{rank}" for rank in range(self._size)}

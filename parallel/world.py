@@ -19,7 +19,7 @@ from uuid import uuid4
 import torch
 import torch.distributed as dist
 
-from parallel import watchdog
+from parallel.ending import EXIT_LOST, EXIT_USER_ERROR, end_process
 from parallel.pairwise import complete_all
 from parallel.process_defaults import num_gpus_of_node, set_variables, share_cores, use_large_pages
 from parallel.store import FAILURE_KEY, has_failed_elsewhere, num_failures
@@ -37,7 +37,6 @@ LOST_CONNECTION = (
     "Connection refused",
     "remote process exited",
 )
-EXIT_USER_ERROR = 2
 LAUNCH_VARIABLE = "ZERO_START_OF_LAUNCH"  # "LAUNCH NUMBER", set by parallel.launch.elastic
 START_SECONDS = 600.0  # for which ranks wait for each other at the start of a job
 FOREVER = timedelta(days=365)
@@ -302,7 +301,7 @@ def _has_lost_a_rank(error: Exception) -> bool:
 
 
 def _exit_after_loss(error: Exception) -> NoReturn:
-    """End this rank because another one was lost, with the exit code of the watchdog, which ends ranks that wait.
+    """End this rank because another one was lost.
 
     Only the first rank that notices prints a line. It ends after a pause: on the node of the lost rank, the launcher
     then takes that one for the first that failed.
@@ -311,24 +310,25 @@ def _exit_after_loss(error: Exception) -> NoReturn:
     reason = f"another rank or its node was lost ({found}); start again; training resumes from its checkpoint"
     is_first = _count(LOSS_KEY, is_of_node=False) == 1
     time.sleep(LOSS_SECONDS)
-    _print_and_exit(reason, is_first, LOSS_KEY, watchdog.EXIT_CODE)
+    _print_and_exit(reason, is_first, LOSS_KEY, EXIT_LOST)
 
 
 def _print_and_exit(reason: str, is_first: bool, key: str, code: int) -> NoReturn:
     """End this rank. The first one prints an error line, and the others wait: the launcher kills all when one exits."""
-    with suppress(OSError):  # a full disk must not change the exit code
-        if is_first:
-            print(f"error: {reason}", file=sys.stderr, flush=True)
-        sys.stdout.flush()
-    if dist.is_initialized():
-        with suppress(RuntimeError, ValueError):  # the time is over, or the rank that serves the store has ended
-            if is_first:
-                default_store().set(f"{key}/printed", "")
-            else:
-                default_store().wait([f"{key}/printed"], timedelta(seconds=PRINT_SECONDS))
-    elif not is_first:
-        time.sleep(PRINT_SECONDS)  # nothing tells when it is printed; the launcher then ends this process
-    os._exit(code)
+
+    def meet() -> None:
+        with suppress(OSError):  # of a full disk
+            sys.stdout.flush()
+        if dist.is_initialized():
+            with suppress(RuntimeError, ValueError):  # the time is over, or the rank that serves the store has ended
+                if is_first:
+                    default_store().set(f"{key}/printed", "")
+                else:
+                    default_store().wait([f"{key}/printed"], timedelta(seconds=PRINT_SECONDS))
+        elif not is_first:
+            time.sleep(PRINT_SECONDS)  # nothing tells when it is printed; the launcher then ends this process
+
+    end_process(code, reason if is_first else "", meet)
 
 
 def _count(key: str, is_of_node: bool) -> int:

@@ -5,12 +5,10 @@ nccl_trace_rank_3   torch's flight record, on GPUs: `torchfrtrace --prefix nccl_
 """
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gpt.builder.train_state import TrainState
 from gpt.run_folder.files import HANG, written_if_possible
 from gpt.settings.settings import Settings
 from parallel.comm_log import CommEvent, CommLog
@@ -28,8 +26,12 @@ NUM_LAST = 50  # collectives in a report
 class Watch:
     """The watch of one rank; `on_abort` is called with the reason just before a rank is ended, in another thread."""
 
-    def __init__(self, settings: Settings, world: World, state: TrainState, on_abort: Callable[[str], None]):
-        store, log = shared_store(), state.mesh.log
+    def __init__(self, settings: Settings, world: World, log: CommLog):
+        self.on_abort: Callable[[str], None] = lambda reason: None
+        store = shared_store()
+
+        def on_abort(reason: str) -> None:
+            self.on_abort(reason)
 
         def on_hang(reason: str) -> None:  # the report first: `on_abort` may take seconds
             try:
@@ -41,15 +43,11 @@ class Watch:
         self._stopping = Stopping(store, world.rank, world.size, on_abort, save_seconds=save_seconds)
         self._watchdog = Watchdog(store, world.rank, world.size, log, settings.run.hang_seconds, on_hang)
         if settings.run.hang_seconds:
-            log.follow(state.device)
+            log.follow(world.device)
         self.has_stopped = False
+        self.running = self._watchdog.running  # a context in which a hang ends the run
+        self.handling_signals = self._stopping.handling_signals  # in which the first signal asks all ranks to stop
         self.is_save_due, self.saved = self._stopping.is_save_due, self._stopping.saved
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Watch the run inside this context, in which the first signal asks all ranks to stop."""
-        with self._stopping.handling_signals(), self._watchdog.running():
-            yield
 
     def may_begin(self, step: int) -> bool:
         """Return False if a signal has made the step before the last one. Blocks while ranks agree."""

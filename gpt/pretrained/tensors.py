@@ -129,6 +129,7 @@ def load_weights(model: GPT, weights: Mapping[str, Tensor]) -> None:
     with torch.no_grad():
         for name, param in model.named_parameters():
             whole = weights[name].to(param.dtype)
+            axis.log.note_progress()
             if has_logit_scale(name, model.config):
                 whole = whole * model.config.width_multiplier
             if not whole.isfinite().all():

@@ -21,7 +21,7 @@ from pathlib import Path
 from gpt.run_folder.files import read_steps
 from lab.faults.failing_run import FIRST_RANK_ONLY, MOMENT, POINTS, STEP, Fault
 from lab.faults.runs import LIMIT_SECONDS, OPTIONS, Ended, Steps, logged_steps, start
-from parallel.watchdog import EXIT_CODE
+from parallel.ending import EXIT_LOST
 
 NUM_RANKS, NUM_REPLICAS = 2, 3  # of three replicas, two are a majority
 NUM_STEPS = 40
@@ -236,7 +236,7 @@ FAULTS: dict[str, Callable[[Round], Outcome]] = {
     "kill": kill,
     "signal": lambda this: disturb(this, this.chance.choice(["usr1", "term"]), list(POINTS)),
     "pause": lambda this: disturb(this, "pause", [*POINTS, MOMENT]),
-    "stop": lambda this: disturb(this, "stop", list(POINTS), EXIT_CODE, run__hang_seconds=8),
+    "stop": lambda this: disturb(this, "stop", list(POINTS), EXIT_LOST, run__hang_seconds=8),
     "full disk": full_disk,
     "clock": clock,
     "flip, replicated": flip_replicated,

@@ -25,7 +25,7 @@ from uuid import uuid4
 
 import torch.distributed as dist
 
-from parallel import watchdog
+from parallel.ending import EXIT_LOST, EXIT_USER_ERROR
 from parallel.launch.membership import (
     ABORTED,
     Limits,
@@ -42,7 +42,7 @@ from parallel.launch.preflight import DescribeJob, split_words
 from parallel.launch.route import find_route, resolve
 from parallel.stopping import take_warnings
 from parallel.validation.errors import ConfigError
-from parallel.world import EXIT_USER_ERROR, LAUNCH_VARIABLE
+from parallel.world import LAUNCH_VARIABLE
 
 POLL_SECONDS = 0.25
 JOIN_SECONDS = 30.0  # in which a member must begin a start that the leader has published
@@ -109,7 +109,7 @@ class Ranks:
         # The reason before its consequences: a rank that has lost another one says so by the watchdog's code, or is
         # aborted by that of NCCL.
         if failed:
-            return min(failed, key=lambda code: (code != EXIT_USER_ERROR, code == watchdog.EXIT_CODE, code == ABORTED))
+            return min(failed, key=lambda code: (code != EXIT_USER_ERROR, code == EXIT_LOST, code == ABORTED))
         return None if None in codes else 0
 
     def send(self, number: int) -> None:
@@ -208,7 +208,7 @@ class Agent:
         except subprocess.TimeoutExpired:
             # The record ends with this agent: the other nodes go on without this one, instead of waiting for it.
             self._say(f"the ranks have been killed and do not end within {KILL_SECONDS:g} s; this node is given up")
-            return watchdog.EXIT_CODE
+            return EXIT_LOST
         except BaseException:
             self._ranks.kill()  # they are in sessions of their own, and would go on without an agent
             raise
@@ -243,14 +243,14 @@ class Agent:
             self._say(start)
         else:
             self._say(f"{start}; no other node has come within {self._options.wait:g} s")
-            self._end(watchdog.EXIT_CODE)
+            self._end(EXIT_LOST)
 
     def _lead(self, start: Record) -> None:
         """Publish a start, unless it would restart too often, or a node differs."""
         own = self._own
         if start.num_restarts > self._limits.max_restarts:
             self._say(f"the ranks have failed again after {self._limits.max_restarts} restarts")
-            self._end(own.code or watchdog.EXIT_CODE, start=start.start, members=start.members)
+            self._end(own.code or EXIT_LOST, start=start.start, members=start.members)
             return
         try:
             problems = self._compare(start)

@@ -22,7 +22,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal
 from urllib.parse import quote, unquote
 
-from parallel import watchdog
+from parallel.ending import EXIT_LOST
 from parallel.launch.node_facts import MARK_POLL_SECONDS, seconds_ahead, sees
 
 ABORTED = 128 + signal.SIGABRT  # the exit code of a rank that torch's watchdog of NCCL has ended
@@ -175,7 +175,7 @@ def _account(last: Record, found: Found) -> tuple[dict[str, int], int]:
     if 0 in codes.values():
         codes = {}
     aborted = [node for node, code in codes.items() if code == ABORTED]
-    at_fault = [*lost, *(node for node, code in codes.items() if code not in (ABORTED, watchdog.EXIT_CODE))]
+    at_fault = [*lost, *(node for node, code in codes.items() if code not in (ABORTED, EXIT_LOST))]
     failures = dict(last.failures)
     for node in at_fault or (aborted if len(aborted) == 1 else []):
         failures[node] = failures.get(node, 0) + 1

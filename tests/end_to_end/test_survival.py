@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,7 +27,16 @@ from parallel.validation.errors import ConfigError
 from parallel.world import start_world
 from pretrain_gpt import pretrain
 from tests.end_to_end.runs import TWO_RANKS, options, run, said_by, started_ranks
-from tests.programs import HANG_SECONDS, ROOT, files_of_at_most, run_program, run_python, wait_for_end, wait_until
+from tests.programs import (
+    HANG_SECONDS,
+    ROOT,
+    files_of_at_most,
+    run_program,
+    run_python,
+    start_forked,
+    wait_for_end,
+    wait_until,
+)
 
 LONG = {"train__steps": 10_000, "model__dropout": 0.1}
 
@@ -145,6 +155,21 @@ def test_a_rank_that_hangs_is_named_with_its_last_collective_and_the_job_ends(co
     (report,) = (run_dir / "hang").iterdir()
     assert report.name == "rank-0.json"
     assert json.loads(report.read_text())["collectives"][-1]["state"] == "reached"
+
+
+def run_that_hangs_in(place: str, *arguments: str) -> None:
+    with mock.patch(place, side_effect=lambda *_args, **_options: threading.Event().wait()):
+        run_program("pretrain_gpt.py", *arguments)
+
+
+@pytest.mark.parametrize(
+    "place", ["pretrain_gpt.build", "gpt.trainer.Recovery.resume", "parallel.mesh.Axis.all_gather"], ids=str
+)
+def test_a_hang_before_the_first_step_ends_the_job_as_a_later_one(corpus, tmp_path, place):
+    arguments = options(corpus, tmp_path / "run", run__hang_seconds=0.5, zero__stage=3)
+    rank = start_forked(tmp_path / "said", run_that_hangs_in, place, *arguments)
+    assert wait_for_end(rank) == 3
+    assert "error: rank 0 has made no progress for 0.5 s: " in (tmp_path / "said").read_text()
 
 
 STEP_6_FAILS = r"checkpoint of step 6 cannot be written to .*: "

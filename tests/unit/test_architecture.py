@@ -176,6 +176,12 @@ def the_environment_is_read_in_one_file(module: Module) -> Iterator[str]:
             yield f"line {line} uses {name}"
 
 
+def processes_are_ended_in_one_file(module: Module) -> Iterator[str]:
+    for line, name in module.used_names if module.package in PRODUCT and module.path.name != "ending.py" else ():
+        if name == "os._exit":
+            yield f"line {line} uses {name}"
+
+
 def no_file_is_unpickled(module: Module) -> Iterator[str]:
     """A pickle runs code when it is read: files hold tensors and JSON."""
     if module.package not in PRODUCT | {"lab"}:
@@ -306,6 +312,7 @@ BREACHES: dict[Rule, list[dict[str, str]]] = {
             "zero/d.py": "if TYPE_CHECKING:\n    from .a import y",
         },
     ],
+    processes_are_ended_in_one_file: [{"parallel/world.py": "import os\nos._exit(2)"}],
     no_folder_is_a_hallway: [{f"tests/unit/zero/test_{number}.py": "" for number in range(MOST_MODULES + 1)}],
 }
 ALLOWED: dict[Rule, list[dict[str, str]]] = {
@@ -323,6 +330,7 @@ ALLOWED: dict[Rule, list[dict[str, str]]] = {
         {"zero/buckets/flat.py": "import torch\nself._C = torch.__version__"},
     ],
     the_environment_is_read_in_one_file: [{"parallel/world.py": "import os\nos.environ['RANK']"}],
+    processes_are_ended_in_one_file: [{"parallel/ending.py": "import os\nos._exit(2)"}],
     no_file_is_unpickled: [{"gpt/checkpoint/checkpoint.py": "torch.load(path, weights_only=True)"}],
     libraries_name_no_option: [
         {"zero/partition/config.py": "raise ConfigError(f'ZeroConfig.stage={stage} does not exist')"},

@@ -6,7 +6,7 @@ are computed from the description of the buffers, whose size does not depend on 
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -101,10 +101,12 @@ def read_layout(checkpoint: Path, schema: dict[str, Schema]) -> dict[str, Any]:
     return layout
 
 
-def verify_file(checkpoint: Path, layout: Mapping[str, Any], rank: int, save: str) -> None:
+def verify_file(
+    checkpoint: Path, layout: Mapping[str, Any], rank: int, save: str, on_chunk: Callable[[], None] = lambda: None
+) -> None:
     """Read the file of a saved rank. Raises ConfigError unless it is undamaged, and the one that layout.json names."""
     path = rank_file(checkpoint, rank)
-    found, named = verify(path), Seal(*layout["files"][rank])
+    found, named = verify(path, on_chunk), Seal(*layout["files"][rank])
     if found == named:
         return
     of_file = TensorFile(path).metadata.get(ORIGIN, "an unknown run")

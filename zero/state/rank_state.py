@@ -143,10 +143,10 @@ class RankState:
         mesh = self.mesh
         check_same(mesh, int(layout["crc32"], 16), checkpoint)
         for number in range(mesh.rank, len(layout["files"]), mesh.size):
-            verify_file(checkpoint, layout, number, save)
+            verify_file(checkpoint, layout, number, save, mesh.log.note_progress)
         # Before anything is loaded: a rank that finds damage does not reach the barrier, so the others do not continue.
         mesh.barrier()
-        self.load_verified(SavedState(checkpoint, layout["state"]), layout)
+        self.load_verified(SavedState(checkpoint, layout["state"], lambda *_: mesh.log.note_progress()), layout)
 
     @torch.no_grad()
     def load_verified(self, saved: SavedState, layout: Mapping[str, Any]) -> None:

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -47,8 +48,8 @@ def read_json(path: Path, schema: Schema) -> dict[str, Any]:
     return parse_json(path.read_bytes(), schema, path)
 
 
-def verify(path: Path) -> Seal:
-    """Read a file, compare its checksum, and return its seal.
+def verify(path: Path, on_chunk: Callable[[], None] = lambda: None) -> Seal:
+    """Read a file, compare its checksum, and return its seal; `on_chunk` is called for each chunk.
 
     Raises ConfigError if it cannot be read, or is not as it was written.
     """
@@ -65,6 +66,7 @@ def verify(path: Path) -> Seal:
                     buffer[start : start + len(NO_CHECKSUM)] = NO_CHECKSUM.encode()
                 checksum = zlib.crc32(memoryview(buffer)[:num_bytes], checksum)
                 total_bytes += num_bytes
+                on_chunk()
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     if expected is None or checksum_digits(checksum) != expected:

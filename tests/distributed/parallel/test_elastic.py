@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 
 from lab.acceptance.child import descendants, kill_all
-from parallel import watchdog
+from parallel.ending import EXIT_LOST
 from parallel.launch import elastic
 from parallel.launch.membership import Record
 from parallel.launch.node_facts import Job
@@ -260,7 +260,7 @@ def test_a_node_whose_ranks_do_not_end_when_they_are_killed_ends_and_the_others_
     nodes = make_nodes(2, f"--logs={tmp_path}", agent=run_agent_of_ranks_that_do_not_end)
     nodes.wait_for(1, 2)
     (nodes.folder / "end-1-1").write_text("1")
-    assert wait_for_end(nodes.agents.pop(1)) == watchdog.EXIT_CODE
+    assert wait_for_end(nodes.agents.pop(1)) == EXIT_LOST
     nodes.wait_for(2, 1)
     (nodes.folder / "end").touch()
     assert nodes.codes() == [0]

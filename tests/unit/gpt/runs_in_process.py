@@ -12,6 +12,7 @@ from data.tokenizer import tokenizer_path
 from gpt.builder.train_state import build, build_mesh
 from gpt.corpus import Corpus
 from gpt.monitor.console import RunConsole
+from gpt.monitor.watch import Watch
 from gpt.settings.parser import parse_settings
 from gpt.settings.settings import Settings
 from gpt.trainer import Trainer
@@ -49,4 +50,5 @@ def make_trainer(prefix: Path, folder: Path, **settings: object) -> Trainer:
     parsed, world = tiny_settings(prefix, folder, **settings), World(0, 1, 0, 1, torch.device("cpu"))
     mesh = build_mesh(parsed, world)
     corpus = Corpus.open(parsed.data, parsed.model, parsed.train, mesh, world)
-    return Trainer(parsed, world, build(parsed, mesh, world.device), corpus, RunConsole(is_quiet=False))
+    state, watch = build(parsed, mesh, world.device), Watch(parsed, world, mesh.log)
+    return Trainer(parsed, world, state, corpus, RunConsole(is_quiet=False), watch)

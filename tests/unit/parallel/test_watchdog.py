@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from parallel import comm_log
 from parallel.comm_log import CommLog
-from parallel.watchdog import EXIT_CODE, Heartbeat, Watchdog, describe_hang
+from parallel.ending import EXIT_LOST
+from parallel.watchdog import Heartbeat, Watchdog, describe_hang
 
 NEXT = "all_reduce of 8 bytes along the data axis in update"
 WAITING = Heartbeat(40, 30.0, num_launched=100, num_reached=100, num_complete=99, next=NEXT)
@@ -167,6 +168,13 @@ def test_a_rank_makes_progress_when_its_device_does_or_a_phase_begins_and_not_wh
     assert idle_seconds == pytest.approx([0.02, 0.02, 0.02, 0.04])
 
 
+def test_a_rank_that_is_busy_counts_as_one_that_makes_progress(job):
+    with job.ranks[0].running(), job.logs[0].busy():
+        for _ in range(2):
+            job.now += 20.0
+            assert job.heartbeat(0).idle_seconds == 0
+
+
 def test_a_rank_whose_device_has_failed_keeps_its_last_progress_and_is_named(job):
     log = job.logs[0]
     log.record_wait_end(log.record("gather", "data", 4, torch.zeros(1)))
@@ -202,7 +210,7 @@ def test_all_ranks_report_one_verdict_before_any_ends(job):
         reasons, codes = ([job.next() for _ in range(3)] for _ in range(2))
     assert reasons[0].startswith("rank 0 has made no progress for 0.05 s: 0 of its 0 collectives are complete")
     assert reasons == reasons[:1] * 3
-    assert codes == [EXIT_CODE] * 3
+    assert codes == [EXIT_LOST] * 3
 
 
 def test_ranks_whose_processes_have_ended_are_named_and_not_waited_for(job):
@@ -213,7 +221,7 @@ def test_ranks_whose_processes_have_ended_are_named_and_not_waited_for(job):
         reason, code = job.next(), job.next()
     assert reason.startswith("rank 1 does not answer: 0 of its 0 ")
     assert "; rank 2 does not answer: its collectives are unknown; the job" in reason
-    assert code == EXIT_CODE
+    assert code == EXIT_LOST
 
 
 def test_another_rank_reports_if_the_one_that_was_to_do_so_has_stopped(job):
@@ -276,5 +284,5 @@ def test_a_rank_whose_store_is_gone_ends_when_it_has_made_no_progress_for_longer
             call.side_effect = RuntimeError("Connection reset by peer")
         job.now += 20.0
         reason, code = job.next(), job.next()
-    assert (reason, code) == ("rank 2 has made no progress for 20 s, and rank 0 has ended", EXIT_CODE)
+    assert (reason, code) == ("rank 2 has made no progress for 20 s, and rank 0 has ended", EXIT_LOST)
     assert capsys.readouterr().err == f"error: {reason}\n"

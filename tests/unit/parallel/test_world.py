@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from parallel import store as store_module
 from parallel import world
+from parallel.ending import EXIT_LOST
 from parallel.store import FAILURE_KEY, shared_store
 from parallel.validation.errors import ConfigError, exit_on_config_error
-from parallel.watchdog import EXIT_CODE
 from parallel.world import StartOptions, World, exit_as_rank, exit_with_error, imitated_world, start_world, stop_world
 
 RESET = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [::1]:4: Connection reset by peer. This"
@@ -56,9 +56,9 @@ def exit_code_of(monkeypatch):
 
 def test_the_loss_of_a_rank_is_printed_once_with_the_exit_code_of_the_watchdog(exit_code_of, capsys):
     store = dist.HashStore()
-    assert [exit_code_of(RuntimeError(RESET), store) for _ in range(2)] == [(EXIT_CODE, [world.LOSS_SECONDS])] * 2
+    assert [exit_code_of(RuntimeError(RESET), store) for _ in range(2)] == [(EXIT_LOST, [world.LOSS_SECONDS])] * 2
     assert re.fullmatch(r"error: .* lost \(Connection reset by peer\); .*checkpoint\n", capsys.readouterr().err)
-    assert exit_code_of(RuntimeError("Connection was likely closed\n details"), Gone())[0] == EXIT_CODE
+    assert exit_code_of(RuntimeError("Connection was likely closed\n details"), Gone())[0] == EXIT_LOST
     assert re.fullmatch(r"error: .* lost \(Connection was likely closed\); .*\n", capsys.readouterr().err)
 
 

@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 
-from parallel import watchdog
+from parallel.ending import EXIT_LOST
 from parallel.launch.membership import Limits, Peers, Record, can_grow, end_of_job, is_broken, next_start, start_to_join
 
 LIMITS = Limits(min_nodes=1, max_restarts=3, max_failures_of_node=2)
@@ -73,7 +73,7 @@ def test_a_member_that_does_not_join_in_time_breaks_the_start():
 
 
 def test_a_node_that_fails_repeatedly_is_left_out_and_failed_ranks_count_as_restarts():
-    failed = STOPPED | {"b": replace(STOPPED["b"], code=1), "c": replace(STOPPED["c"], code=watchdog.EXIT_CODE)}
+    failed = STOPPED | {"b": replace(STOPPED["b"], code=1), "c": replace(STOPPED["c"], code=EXIT_LOST)}
     start = next_start(failed["a"], failed, LIMITS, is_patient=False)
     assert isinstance(start, Record)
     assert (start.failures, start.num_restarts, list(start.members)) == ({"b": 1}, 1, ["a", "b", "c"])
@@ -86,7 +86,7 @@ def test_a_node_that_fails_repeatedly_is_left_out_and_failed_ranks_count_as_rest
     [
         ({"b": 137, "a": 134, "c": 134}, {"b": 1}),  # a rank of b was killed
         ({"b": None, "a": 134, "c": 134}, {"b": 1}),  # b was lost
-        ({"b": 134, "c": watchdog.EXIT_CODE}, {"b": 1}),  # the GPU of b has failed
+        ({"b": 134, "c": EXIT_LOST}, {"b": 1}),  # the GPU of b has failed
         ({"b": 134, "c": 134}, {}),  # either may have failed first
     ],
 )
