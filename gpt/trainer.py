@@ -60,6 +60,7 @@ class Trainer:
             self._watch.beat,
             self._records.on_save,
         )
+        self._recovery.on_failure = self._records.on_failed_save
         train = settings.train
         self._tasks: list[Task] = []
         if train.tasks:

@@ -6,7 +6,7 @@ python -m gpt.checkpoint.export runs/quickstart/checkpoints --output weights --d
 import argparse
 import logging
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +68,15 @@ def export_checkpoint(
 class LiveExports:
     """The exports of a run's weights, of which as many are kept as of its checkpoints."""
 
-    def __init__(self, state: TrainState, folder: Path, kept: Kept, data: Mapping[str, Any]):
-        self._state, self._folder, self._kept = state, folder, kept
+    def __init__(
+        self,
+        state: TrainState,
+        folder: Path,
+        kept: Kept,
+        data: Mapping[str, Any],
+        on_failure: Callable[[str], None] = logger.error,
+    ):
+        self._state, self._folder, self._kept, self._on_failure = state, folder, kept, on_failure
         self._is_first = state.mesh.rank == 0  # which alone writes
         self._companions = companions(data, data.get(INITIAL_WEIGHTS)) if self._is_first else (None, None)
 
@@ -91,7 +98,7 @@ class LiveExports:
             if self._is_first:
                 delete_old(self._folder, self._kept)
         except OSError as error:
-            logger.error("error: weights cannot be written to %s: %s; training goes on", self._folder, error.strerror)
+            self._on_failure(f"weights cannot be written to {self._folder}: {error.strerror}")
 
 
 def main(arguments: list[str]) -> None:

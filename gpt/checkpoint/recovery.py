@@ -35,7 +35,8 @@ class Recovery:
 
     `data` has the settings that determine the order of samples. `say` prints a line about each checkpoint that was
     saved or loaded. `on_chunk` is called whenever a few megabytes have been written, and on the first rank `on_save`
-    with the folder of each complete checkpoint; both in another thread.
+    with the folder of each complete checkpoint; both in another thread. There, too, the attribute `on_failure` is
+    called with the reason if a checkpoint, a snapshot or an export of weights could not be written.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Recovery:
     ):
         self._config, self._run_dir = config, run_dir
         self._state, self._data, self._say = state, data, say
+        self.on_failure: Callable[[str], None] = lambda reason: None
         self._is_first = state.mesh.rank == 0
         self._lock, kept = RunLock(self._run_dir), Kept(config.keep, config.keep_every)
 
@@ -64,13 +66,13 @@ class Recovery:
         if config.snapshot_every:
             from gpt.checkpoint.snapshots import Snapshots
 
-            self._snapshots: Snapshots | None = Snapshots(config, run_dir, state, data, on_chunk)
+            self._snapshots: Snapshots | None = Snapshots(config, run_dir, state, data, on_chunk, self._report)
         else:
             self._snapshots = None
         if config.weights:
             from gpt.checkpoint.export import LiveExports
 
-            self._weights: LiveExports | None = LiveExports(state, run_dir / WEIGHTS, kept, data)
+            self._weights: LiveExports | None = LiveExports(state, run_dir / WEIGHTS, kept, data, self._report)
         else:
             self._weights = None
         self._saved_step: int | None = None  # of the newest checkpoint in the folder, saved or loaded
@@ -214,7 +216,12 @@ class Recovery:
         except SaveError as error:
             self._failure, self._saved_step = error, None
             if self._is_first:
-                logger.error("error: %s; training goes on", error)
+                self._report(str(error))
+
+    def _report(self, reason: str) -> None:
+        """Log what could not be written; the first rank calls it."""
+        logger.error("error: %s; training goes on", reason)
+        self.on_failure(reason)
 
 
 def _new_name() -> str:

@@ -56,8 +56,9 @@ class Snapshots:
         state: TrainState,
         data: Mapping[str, Any],
         on_chunk: Callable[[], None],
+        on_failure: Callable[[str], None] = logger.error,
     ):
-        self._state, self._rank, self._data = state, state.mesh.rank, data
+        self._state, self._rank, self._data, self._on_failure = state, state.mesh.rank, data, on_failure
         self._folder = config.snapshot_folder(run_dir)
         self._decisions, self._messages = Decisions(self._rank, state.mesh.size), SideMessages()
         self._nodes: list[list[int]] = self._decisions.decide(_node_of(self._folder), _ranks_by_value)
@@ -84,7 +85,7 @@ class Snapshots:
             if self._is_host:
                 remove(self._folder / checkpoint_name(self._saving or 0))
             if self._rank == 0:
-                logger.error("error: %s; training goes on", error)
+                self._on_failure(str(error))
 
     def delete_after(self, step: int) -> None:
         """Delete the snapshots of steps that the run will take again, and what interrupted saves have left."""

@@ -34,6 +34,7 @@ class Records:
         self._sinks: list[SinkThread] = []
         self._spikes = SpikeDetector(SPIKE_FACTOR, decay=1 - 1 / NUM_AVERAGED, num_warmup=NUM_AVERAGED)
         self._summary: dict[str, Any] = {}
+        self._num_failed_saves = 0
         self._last_plotted: dict[str, Any] = {}
 
     def warn_if_rate_changed(self, num_done: int) -> None:
@@ -67,6 +68,7 @@ class Records:
     def append(self, record: dict[str, Any]) -> None:
         """Record a logged step, with an alert if its loss is a spike; plot the loss if it was evaluated."""
         if self._is_first:
+            record |= {"failed_saves": self._num_failed_saves} if self._num_failed_saves else {}
             self._metrics.append(record)
             self._call_sinks(lambda sink: sink.log(record))
             if spike := self._spike(record["loss"]):
@@ -83,6 +85,11 @@ class Records:
     def on_save(self, checkpoint: Path) -> None:
         """Record the path of a checkpoint."""
         self._call_sinks(lambda sink: sink.log_checkpoint(checkpoint))
+
+    def on_failed_save(self, reason: str) -> None:
+        """Record that a checkpoint, a snapshot or an export of weights could not be written, with an alert."""
+        self._num_failed_saves += 1
+        self._alert("save", reason)
 
     def on_abort(self, reason: str) -> None:
         """Record why the run is aborted, and finish the sinks.

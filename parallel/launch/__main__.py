@@ -14,6 +14,7 @@ from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+from parallel.ending import EXIT_LOST
 from parallel.stopping import take_warnings
 
 # Of ranks that were asked to stop, for their last checkpoint; torchrun's own 30 s are too few for a large model.
@@ -28,8 +29,13 @@ def main(arguments: list[str]) -> int:
     try:
         run.main(arguments)
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        sys.stderr.write(f"launch: rank {rank} failed first, with exit code {failure.exitcode}\n")
+        # The reason before its consequences: a rank ends with EXIT_LOST if others hang or were lost.
+        by_time = sorted(error.failures.items(), key=lambda found: (found[1].exitcode == EXIT_LOST, found[1].timestamp))
+        rank, failure = by_time[0]
+        why = f"failed first, with exit code {failure.exitcode}"
+        if failure.exitcode == EXIT_LOST:
+            why = f"was the first to end because a rank hangs or was lost, with exit code {EXIT_LOST}; see its error"
+        sys.stderr.write(f"launch: rank {rank} {why}\n")
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     except SignalException as error:
         # torchrun has waited for the ranks, unless a second signal has interrupted it.

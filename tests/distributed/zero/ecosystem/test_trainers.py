@@ -58,7 +58,9 @@ def forget_accelerate() -> None:
     GradientState._reset_state()
 
 
-def train_by_trainer(kind: Any, folder: Path, steps: int, **settings: Any) -> tuple[dict[str, Tensor], float]:
+def train_by_trainer(
+    kind: Any, folder: Path, steps: int, options: dict[str, Any] | None = None, **settings: Any
+) -> tuple[dict[str, Tensor], float]:
     """Return the weights and the loss of an evaluation."""
     forget_accelerate()
     arguments = TrainingArguments(
@@ -74,6 +76,7 @@ def train_by_trainer(kind: Any, folder: Path, steps: int, **settings: Any) -> tu
         report_to=[],
         disable_tqdm=True,
         use_cpu=True,
+        **(options or {}),
     )
     trainer = kind(gpt(), arguments, train_dataset=Tokens(), eval_dataset=Tokens())
     trainer.train(**settings)
@@ -95,6 +98,11 @@ def check_trainer(folder: Path) -> None:
         for settings in ({}, {"resume_from_checkpoint": str(own / "checkpoint-2")}):
             found = train_by_trainer(zero_trainer, own, NUM_STEPS, **settings)
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    best = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps"}
+    best |= {"metric_for_best_model": "eval_loss", "greater_is_better": True}  # that of the first step
+    expected = train_by_trainer(Trainer, folder / "plain-best", NUM_STEPS, best)
+    found = train_by_trainer(zero_trainer, folder / "best", NUM_STEPS, best)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     forget_accelerate()
 
 

@@ -288,7 +288,8 @@ def test_a_run_goes_on_after_a_save_that_failed_and_ends_with_its_error_if_it_wa
     def fail(*_args: Any, **_kwargs: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    run = Run(tmp_path / "run", {"asynchronous": asynchronous})
+    run, told = Run(tmp_path / "run", {"asynchronous": asynchronous}), list[str]()
+    run.recovery.on_failure = told.append
     monkeypatch.setattr(writer, "write_tensors", fail)
     for number in range(2):  # what has failed is tried again
         run.save(1)
@@ -296,6 +297,7 @@ def test_a_run_goes_on_after_a_save_that_failed_and_ends_with_its_error_if_it_wa
         with pytest.raises(SaveError, match=r"checkpoint of step 1 cannot be written .*No space left on device"):
             run.recovery.finish()
     assert [message.split("; ")[-1] for message in caplog.messages] == ["training goes on"] * 2
+    assert caplog.messages == [f"error: {reason}; training goes on" for reason in told]
     monkeypatch.undo()
     run.save(1)
     run.recovery.finish()
@@ -307,7 +309,7 @@ def test_weights_are_exported_with_each_checkpoint_and_a_run_goes_on_without(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     run = Run(tmp_path / "run", {"weights": True, "keep": 2})
-    (warning,) = caplog.messages
+    (warning,), told = caplog.messages, list[str]()
     assert "has no tokenizer" in warning
     for step in (1, 2, 3, 3):
         run.save(step)
@@ -316,8 +318,10 @@ def test_weights_are_exported_with_each_checkpoint_and_a_run_goes_on_without(
     assert "config.json" in names_in(run.folder / "weights/step-00000003")
     (run.folder / "weights").rename(run.folder / "moved")
     (run.folder / "weights").touch()
+    run.recovery.on_failure = told.append
     run.save(4)
     run.recovery.finish()
     assert f"weights cannot be written to {run.folder / 'weights'}: Not a directory; training goes on" in caplog.text
+    assert len(told) == 1
     assert run.completed[-1] == "step-00000004"
     run.recovery.release()

@@ -17,7 +17,7 @@ from gpt.monitor import records as monitor_records
 from gpt.monitor import sinks
 from gpt.monitor.records import Records
 from gpt.monitor.sinks import TensorboardRun, WandbRun
-from gpt.run_folder.files import append_records
+from gpt.run_folder.files import append_records, read_steps
 from gpt.settings.parser import parse_settings
 from gpt.settings.run import RunSettings, WandbSettings
 from parallel.validation.errors import ConfigError
@@ -92,6 +92,18 @@ def test_a_loss_that_is_not_finite_or_far_above_the_usual_is_an_alert(loss, aler
             followed.append(step)
     expected = [("spike", f"step 11: the loss is {alert}")] if alert else []
     assert sink.calls[11:-2] == expected
+
+
+def test_a_save_that_fails_is_an_alert_and_counted_in_the_records_that_follow(tmp_path):
+    sink = RecordingSink()
+    with tracked(tmp_path, recording=lambda: sink) as followed:
+        for step in records(1.0, 1.0, 1.0):
+            followed.append(step)
+            if step["step"] < 3:
+                followed.on_failed_save(f"checkpoint of step {step['step']} cannot be written")
+    texts = [f"checkpoint of step {step} cannot be written" for step in (1, 2)]
+    assert sink.calls[:5] == [1, ("save", texts[0]), 2, ("save", texts[1]), 3]
+    assert [step.get("failed_saves") for step in read_steps(tmp_path)] == [None, 1, 2]
 
 
 def test_a_sink_that_fails_is_switched_off_and_another_continues(tmp_path, caplog):

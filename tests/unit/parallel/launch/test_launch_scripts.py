@@ -264,15 +264,19 @@ def failed(**exit_codes: int) -> ChildFailedError:
         return ChildFailedError("program", ranks)
 
 
+HUNG = "launch: rank 0 was the first to end because a rank hangs or was lost, with exit code 3; see its error\n"
+
+
 @pytest.mark.parametrize(
     ("error", "code", "said"),
     [
         (None, 0, ""),
         (failed(rank1=1, rank0=-9), 1, "launch: rank 1 failed first, with exit code 1\n"),
-        (failed(rank0=-9, rank1=3), 137, "launch: rank 0 failed first, with exit code -9\n"),
+        (failed(rank1=3, rank0=-9), 137, "launch: rank 0 failed first, with exit code -9\n"),
+        (failed(rank0=3, rank2=3), 3, HUNG),
         (SignalException("", signal.SIGTERM), 143, ""),
     ],
-    ids=["none", "a rank", "a killed rank", "a signal"],
+    ids=["none", "a rank", "a killed rank", "a hang of another rank", "a signal"],
 )
 def test_the_launcher_returns_the_code_of_what_ended_the_job(monkeypatch, capsys, error, code, said):
     started, killed = mock.Mock(side_effect=error), mock.Mock()
