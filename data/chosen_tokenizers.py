@@ -9,7 +9,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from data.errors import DataError
 from data.sidecar import Sidecar
-from data.tokenizer import Tokenizer, read_backend, tokenizer_path
+from data.tokenizer import Tokenizer, library_errors, read_backend, tokenizer_path
 
 TRAINED_EOD = "<|endoftext|>"
 KNOWN_EOD_TOKENS = (TRAINED_EOD, "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>")
@@ -90,8 +90,9 @@ def _first_token(backend: tokenizers.Tokenizer, configuration: dict[str, object]
         return backend.token_to_id(names[0])
     backend.no_padding()
     try:
-        ids, of_text = (backend.encode("a", add_special_tokens=is_added).ids for is_added in (True, False))
-    except Exception:  # it is one of characters, and lacks this one
+        with library_errors("it is one of characters", "and lacks this one"):
+            ids, of_text = (backend.encode("a", add_special_tokens=is_added).ids for is_added in (True, False))
+    except DataError:
         return None
     return ids[0] if len(ids) > len(of_text) and ids[:1] != of_text[:1] else None
 

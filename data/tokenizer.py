@@ -1,16 +1,20 @@
 """Tokenizers, which wrap a `tokenizers.Tokenizer`, and the one of a prepared corpus."""
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
 import tokenizers
+from tokenizers import models, pre_tokenizers
 
 from data.errors import DataError
 from data.sidecar import TOKENIZER, Sidecar
 from parallel.validation.paths import unlink_link
 
 MAX_ID = 2**31 - 1  # of a token, which is stored as i32
+NOT_A_BYTE = "\N{CJK UNIFIED IDEOGRAPH-65E5}"  # of which a byte-level tokenizer makes characters of its alphabet
 
 
 class Tokenizer:
@@ -25,6 +29,10 @@ class Tokenizer:
         self._backend.no_truncation()
         self._backend.no_padding()
         self.eod, self.bos = eod, bos
+        with library_errors("the tokenizer cannot encode a text", "give another"):
+            has_all_bytes = _has_all_bytes(backend)
+        self._unknown = None if has_all_bytes else _unknown_id(backend)
+        self._drops_characters = isinstance(backend.model, models.BPE) and not has_all_bytes and self._unknown is None
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1  # ids may have gaps
         if not 0 < self.vocab_size <= MAX_ID + 1:
             raise DataError(f"the tokenizer has ids below {self.vocab_size}; tokens are stored as 0 to {MAX_ID}")
@@ -46,10 +54,28 @@ class Tokenizer:
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """Return the ids of several texts. Raises DataError as `encode` does."""
-        try:
-            return [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
-        except Exception as error:  # the library raises bare Exception
-            raise DataError(f"the tokenizer cannot encode a text: {error}; give another tokenizer or text") from None
+        with library_errors("the tokenizer cannot encode a text", "give another tokenizer or text"):
+            found = [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
+            dropped = next(filter(None, map(self._dropped, texts)), "") if self._drops_characters else ""
+        if dropped:
+            raise DataError(f"the tokenizer has no token for {dropped!r}, and drops it; give another tokenizer or text")
+        if self._unknown is not None and any(self._unknown in ids for ids in found):
+            unknown = self._backend.id_to_token(self._unknown)
+            raise DataError(
+                f"the tokenizer lacks a character or a word of a text, and has {unknown} in its place; give another "
+                "tokenizer or text"
+            )
+        return found
+
+    def _dropped(self, text: str) -> str:
+        """Return a piece of the text for parts of which the model has no token; "" if there is none."""
+        model = self._backend.model
+        for piece, shown in _pieces(self._backend, text):
+            # The offsets of tokens, in bytes, are the sums of their lengths: those of what is dropped are missing.
+            covered = max((token.offsets[1] for token in model.tokenize(piece)), default=0)
+            if covered < len(piece.encode()):
+                return shown
+        return ""
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._backend.decode([int(token) for token in ids], skip_special_tokens=False)
@@ -88,7 +114,44 @@ def load_tokenizer(prefix: str | Path) -> Tokenizer:
 
 def read_backend(path: Path) -> tokenizers.Tokenizer:
     """Return what the library reads from a tokenizer.json file. Raises DataError if it cannot."""
-    try:
+    with library_errors(f"cannot read the tokenizer {path}", "give another"):
         return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception
-        raise DataError(f"cannot read the tokenizer {path}: {error}; give another") from None
+
+
+@contextmanager
+def library_errors(problem: str, remedy: str) -> Iterator[None]:
+    """Raise DataError for an error of the library in this block: a bare Exception, or a panic, which is none."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise DataError(f"{problem}: {' '.join(str(error).split())}; {remedy}") from None
+
+
+def _unknown_id(backend: tokenizers.Tokenizer) -> int | None:
+    """Return the id that stands for all that the vocabulary lacks; None if there is none."""
+    if isinstance(backend.model, models.Unigram):
+        return json.loads(backend.to_str())["model"]["unk_id"]
+    token = backend.model.unk_token
+    return None if token is None else backend.model.token_to_id(token)
+
+
+def _has_all_bytes(backend: tokenizers.Tokenizer) -> bool:
+    """Return whether the model is a BPE with an entry for each byte, which encodes any text."""
+    model, alphabet = backend.model, set(pre_tokenizers.ByteLevel.alphabet())
+    if not isinstance(model, models.BPE):
+        return False
+    if model.byte_fallback:
+        alphabet = {f"<0x{byte:02X}>" for byte in range(256)}
+    elif not alphabet.issuperset("".join(piece for piece, _ in _pieces(backend, NOT_A_BYTE)) or " "):
+        return False
+    return all(model.token_to_id(entry) is not None for entry in alphabet)
+
+
+def _pieces(backend: tokenizers.Tokenizer, text: str) -> Iterator[tuple[str, str]]:
+    """Yield (what the model encodes, the characters that it stands for) of each piece of a text."""
+    normalizer, splitter = backend.normalizer, backend.pre_tokenizer
+    text = normalizer.normalize_str(text) if normalizer else text
+    for piece, (start, stop) in splitter.pre_tokenize_str(text) if splitter else [(text, (0, len(text)))]:
+        yield piece, text[start:stop]

@@ -1,9 +1,10 @@
 """Tokenizers: training, loading by name, and the files beside a corpus."""
 
+import base64
 import json
 
 import pytest
-from tokenizers import AddedToken, models, pre_tokenizers, processors
+from tokenizers import AddedToken, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
 from data.chosen_tokenizers import character_tokenizer, named_tokenizer, train_tokenizer
@@ -178,6 +179,54 @@ def test_tokenizers_that_encode_the_names_of_special_tokens_as_characters_are_ta
     tokenizer = named_tokenizer(str(tmp_path), bos_token=beginning)
     for name in ("</s>", "<s>", "<|endoftext|>", "<|end_of_text|>", "<|begin_of_text|>"):
         assert {tokenizer.eod, *tokenizer.beginning}.isdisjoint(tokenizer.encode(f"the {name}the {name} {name}"))
+
+
+def backend_of(model: models.Model, pre_tokenizer: object = None) -> Backend:
+    backend = Backend(model)
+    backend.pre_tokenizer = pre_tokenizer
+    return backend
+
+
+def bpe(entries: str, **options: object) -> models.BPE:
+    return models.BPE({entry: number for number, entry in enumerate(["</s>", *entries])}, [], **options)
+
+
+BYTES, BYTES_OF_U = pre_tokenizers.ByteLevel(add_prefix_space=False), "Ã¼"
+LACKING = {  # tokenizers without ü: each with the message, and a text that it has whole
+    "bytes": (backend_of(bpe("Grße "), BYTES), "drops it", "re"),
+    "a byte of two": (backend_of(bpe("re" + BYTES_OF_U[:1]), BYTES), "no token for 'rü', and drops it", "re"),
+    "bytes of a normalizer": (backend_of(bpe("re")), "drops it", "re"),
+    "characters": (backend_of(bpe("re ")), "no token for 'rü e', and drops it", "re e"),
+    "no fallback": (backend_of(bpe("re ", byte_fallback=True)), "drops it", "re e"),
+    "unknown": (backend_of(bpe("re ?", unk_token="?")), r"has \? in its place", "re e"),
+    "words": (backend_of(models.WordPiece({"r": 0, "[UNK]": 1}), pre_tokenizers.Whitespace()), "has .UNK. in", "r r"),
+    "unigram": (backend_of(models.Unigram([("<unk>", 0.0), ("r", -1.0)], unk_id=0)), "has <unk> in its place", "rr"),
+}
+
+
+@pytest.mark.parametrize("kind", LACKING)
+def test_a_text_with_characters_that_the_tokenizer_lacks_is_refused(kind):
+    backend, message, whole = LACKING[kind]
+    if kind == "bytes of a normalizer":
+        backend.normalizer = normalizers.ByteLevel()
+    tokenizer = Tokenizer(backend, 0)
+    assert len(tokenizer.encode(whole)) == len(whole.replace(" ", "" if kind == "words" else " "))
+    with pytest.raises(DataError, match=rf"^the tokenizer .*{message}.*; give another tokenizer or text$"):
+        tokenizer.encode_batch([whole, "rü e"])
+
+
+def test_a_panic_of_the_library_is_an_error_of_one_line(tmp_path):
+    """A damaged table of a normalizer makes it panic, when it is read or when it is used."""
+    content = json.loads(llama_2().to_str())
+    for table, refused in (
+        (b"", r"^cannot read the tokenizer .*x\.json: .*; give another$"),
+        (b"\0\0\0\0a", "^the tok"),
+    ):
+        encoded = base64.b64encode(table).decode()
+        content["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": encoded}
+        (tmp_path / "x.json").write_text(json.dumps(content))
+        with pytest.raises(DataError, match=refused):
+            Tokenizer.from_file(tmp_path / "x.json", 2).encode("the")
 
 
 def unigram() -> Backend:
