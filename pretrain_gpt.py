@@ -31,6 +31,7 @@ from gpt.corpus import Corpus
 from gpt.monitor.console import RunConsole, describe_run, memory_table
 from gpt.monitor.out_of_memory import out_of_memory_recorded
 from gpt.monitor.watch import Watch
+from gpt.pretrained.tokenizer_files import check_same_tokenizer
 from gpt.run_folder.files import CHECKPOINTS
 from gpt.settings.option_names import messages_in_option_names
 from gpt.settings.parser import parse_settings
@@ -80,6 +81,8 @@ def _pretrain(
             found = find_to_train(Path(settings.run.dir) / CHECKPOINTS, settings.checkpoint.resume) is not None
             if Decisions(mesh.rank, mesh.size).decide(found, any):  # it is loaded, and the weights may be gone
                 initial = settings.without_initial_weights()
+            else:
+                check_same_tokenizer(Path(train.initial_weights), corpus.tokenizer)
         state = build(initial, mesh, world.device)
         console.say(describe_run(state, train, settings.run.dir))
         console.show(memory_table(state, train))

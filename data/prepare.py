@@ -80,6 +80,7 @@ def prepare(source: Source, output: Path, tokenizer: Tokenizer, *, tokenizer_nam
             empty=progress.empty,
             rejected=progress.rejected,
             checksums={TOKENS: writer.bin_checksum} | checksums,
+            vocabulary_hash=tokenizer.vocabulary_hash,
         )
         sidecar.save(staged)
         (folder / PROGRESS).unlink(missing_ok=True)  # what is renamed cannot be continued

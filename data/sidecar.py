@@ -24,7 +24,8 @@ class Sidecar:
 
     `tokenizer` is the value of --tokenizer, or "trained". The tokenizer itself is stored in PREFIX.tokenizer.json.
     `eod` and `bos` are the ids that end and begin a document, `empty` and `rejected` the documents that were left out.
-    `checksums` are CRC-32s of files by their suffixes; a corpus prepared by an older version has none.
+    `vocabulary_hash` is `Tokenizer.vocabulary_hash`; None if an older version prepared the corpus, and so are
+    `checksums`: CRC-32s of files by their suffixes.
     """
 
     vocab_size: int
@@ -37,6 +38,7 @@ class Sidecar:
     empty: int = 0
     rejected: int = 0
     checksums: dict[str, int] = field(default_factory=dict)
+    vocabulary_hash: str | None = None
 
     @staticmethod
     def path(prefix: str | Path) -> Path:
@@ -73,6 +75,8 @@ class Sidecar:
         """Raise ValueError or TypeError if a number is none, which a file without checksum may hold."""
         if not isinstance(self.checksums, dict):
             raise TypeError(f"checksums is {str(self.checksums)[:40]!r}, not an object of numbers")
+        if not isinstance(self.vocabulary_hash, str | None):
+            raise TypeError(f"vocabulary_hash is {str(self.vocabulary_hash)[:40]!r}, not a text")
         numbers = self.checksums | {name: getattr(self, name) for name in COUNTS}
         if self.bos is not None:
             numbers["bos"] = self.bos

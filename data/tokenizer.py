@@ -1,5 +1,6 @@
 """Tokenizers, which wrap a `tokenizers.Tokenizer`, and the one of a prepared corpus."""
 
+import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -33,7 +34,7 @@ class Tokenizer:
             has_all_bytes = _has_all_bytes(backend)
         self._unknown = None if has_all_bytes else _unknown_id(backend)
         self._drops_characters = isinstance(backend.model, models.BPE) and not has_all_bytes and self._unknown is None
-        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1  # ids may have gaps
+        self.vocab_size = max(self.vocabulary.values(), default=-1) + 1  # ids may have gaps
         if not 0 < self.vocab_size <= MAX_ID + 1:
             raise DataError(f"the tokenizer has ids below {self.vocab_size}; tokens are stored as 0 to {MAX_ID}")
 
@@ -87,6 +88,17 @@ class Tokenizer:
         return token
 
     @property
+    def vocabulary(self) -> dict[str, int]:
+        """The ids of all tokens, those that were added to the model's included."""
+        return self._backend.get_vocab(with_added_tokens=True)
+
+    @property
+    def vocabulary_hash(self) -> str:
+        """A text that is equal for tokenizers whose ids mean the same tokens."""
+        entries = sorted((id, token) for token, id in self.vocabulary.items())
+        return hashlib.sha256(json.dumps(entries).encode()).hexdigest()[:16]
+
+    @property
     def text(self) -> str:
         """The content of its tokenizer.json."""
         return self._backend.to_str(pretty=True)
@@ -110,6 +122,20 @@ def load_tokenizer(prefix: str | Path) -> Tokenizer:
     sidecar = Sidecar.load(prefix)
     sidecar.check_file(prefix, TOKENIZER)
     return Tokenizer.from_file(tokenizer_path(prefix), sidecar.eod, sidecar.bos)
+
+
+def identity_of(prefix: str | Path) -> tuple[str, int, int | None] | None:
+    """Return what tells the tokens of a corpus from those of other tokenizers: a hash, and what ends and begins texts.
+
+    None if a corpus has no tokenizer beside it.
+    """
+    if not Sidecar.path(prefix).is_file():
+        return None
+    sidecar = Sidecar.load(prefix)
+    found = sidecar.vocabulary_hash
+    if found is None and tokenizer_path(prefix).is_file():
+        found = load_tokenizer(prefix).vocabulary_hash
+    return None if found is None else (found, sidecar.eod, sidecar.bos)
 
 
 def read_backend(path: Path) -> tokenizers.Tokenizer:

@@ -13,7 +13,7 @@ from data.batches import BatchLoader
 from data.blend import BlendedSamples, open_samples, parse_path
 from data.indexed import IndexedDataset, check_index
 from data.sidecar import Sidecar
-from data.tokenizer import Tokenizer, load_tokenizer, tokenizer_path
+from data.tokenizer import Tokenizer, identity_of, load_tokenizer, tokenizer_path
 from gpt.settings.data import DataSettings
 from gpt.settings.schedule import consumed_samples_after
 from gpt.settings.training import TrainSettings
@@ -53,6 +53,7 @@ class Corpus:
         num_evaluated = train.eval_samples
         validated = {Path(prefix).name: prefix for prefix in data.validation} if num_evaluated else {}
         _check_files([*prefixes, *validated.values()], model.vocab_size, mesh, world)
+        _check_tokenizers([*prefixes, *validated.values()])
 
         def samples_of(
             part: str, num_samples: int, path: str | list[str] = data.path, split: Sequence[float] = data.split
@@ -126,6 +127,25 @@ def _prompts(texts: Sequence[str] | None, tokenizer: Tokenizer, samples: Blended
         # The tokens are the only row of a sample, or the first one if documents are kept apart.
         return [np.atleast_2d(samples[number])[0, :PROMPT_TOKENS].tolist() for number in range(NUM_PROMPTS)]
     return [[*tokenizer.beginning, *tokenizer.encode(text)] or [tokenizer.eod] for text in texts]
+
+
+def _check_tokenizers(prefixes: Sequence[str]) -> None:
+    """Raise ConfigError if an id means another token in some corpus; warn of those for which it is not known."""
+    if len(prefixes) < 2:
+        return
+    found = {prefix: identity_of(prefix) for prefix in prefixes}
+    known = {prefix: identity for prefix, identity in found.items() if identity}
+    first = next(iter(known), None)
+    for prefix, identity in found.items():
+        if identity is None:
+            logger.warning(
+                "%s has no tokenizer: whether the other corpora were encoded with the same is not known", prefix
+            )
+        elif first and identity != known[first]:
+            raise ConfigError(
+                f"{prefix} was encoded with another tokenizer than {first}: the same id is not the same token, or ends "
+                f"or begins documents in one only; prepare it again with --tokenizer {first}"
+            )
 
 
 def _check_files(prefixes: Sequence[str], model_vocab_size: int, mesh: Mesh, world: World) -> None:

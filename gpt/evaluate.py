@@ -32,7 +32,9 @@ from gpt.builder.host_memory import check_host_memory
 from gpt.builder.train_state import TrainState, build, build_mesh, start_options
 from gpt.checkpoint.checkpoint import load
 from gpt.checkpoint.folder import find
+from gpt.checkpoint.layout import check_tokenizer, read_run
 from gpt.monitor.console import RunConsole, task_lines
+from gpt.pretrained.tokenizer_files import check_same_tokenizer
 from gpt.run_folder.files import CHECKPOINTS
 from gpt.settings.data import check_names
 from gpt.settings.option_names import messages_in_option_names
@@ -42,6 +44,7 @@ from gpt.tasks import Request, judge, load_tasks, perplexity_of, score
 from parallel.validation.errors import ConfigError
 from parallel.validation.paths import expanded
 from parallel.world import World, exit_as_rank, start_world
+from zero.state.layout_file import writer_of
 
 # These undo WikiText's own tokenization, as GPT-2's authors and Megatron-LM do before they evaluate.
 WIKITEXT_SPACES = (
@@ -145,6 +148,15 @@ def load_model(settings: Settings, weights: str | None, world: World) -> tuple[T
     return state, str(saved)
 
 
+def _check_tokenizer(origin: Path, is_exported: bool, tokenizer: Tokenizer) -> None:
+    """Raise ConfigError if the model was trained with another tokenizer; warn if that is not known."""
+    if is_exported:
+        check_same_tokenizer(origin, tokenizer)
+    elif not writer_of(origin):
+        saved = read_run(origin).layout["data"]
+        check_tokenizer(origin, saved, tokenizer.vocabulary_hash, "give that one as --tokenizer")
+
+
 def _parser() -> argparse.ArgumentParser:
     """Return the parser of the options that are not settings."""
     parser = argparse.ArgumentParser(prog="python -m gpt.evaluate", description=__doc__.splitlines()[0])
@@ -191,6 +203,7 @@ def evaluate_model(arguments: list[str]) -> Score | dict[str, float]:
     logging.basicConfig(level=logging.INFO if world.is_first else logging.ERROR, format="%(message)s")
     state, origin = load_model(settings, own.weights, world)
     tokenizer = find_tokenizer(own.tokenizer, settings.data.path, settings.model.vocab_size)
+    _check_tokenizer(Path(origin), is_exported=bool(own.weights), tokenizer=tokenizer)
     console, batch_size = RunConsole(is_quiet=not world.is_first), settings.train.micro_batch_size
     if own.tasks:
         tasks = load_tasks(own.tasks, tokenizer, settings.model.seq_length, settings.train.task_questions)

@@ -17,7 +17,7 @@ from data.documents import MicroBatch
 from gpt.audit import Auditor, compare_replicas
 from gpt.builder.loss_guard import RollBacks, SkippedInARow
 from gpt.builder.train_state import TrainState
-from gpt.checkpoint.layout import INITIAL_WEIGHTS, Progress
+from gpt.checkpoint.layout import INITIAL_WEIGHTS, TOKENIZER, Progress
 from gpt.checkpoint.recovery import Recovery
 from gpt.corpus import Corpus
 from gpt.generate import sample_texts
@@ -55,6 +55,7 @@ class Trainer:
             {
                 **replace(settings, activations=state.activations).order_of_samples,
                 INITIAL_WEIGHTS: settings.train.initial_weights,
+                TOKENIZER: corpus.tokenizer.vocabulary_hash if corpus.tokenizer else None,
             },
             console.report,
             self._watch.beat,

@@ -19,7 +19,16 @@ from typing import Any
 
 from gpt.builder.train_state import TrainState
 from gpt.checkpoint.folder import LATEST, Kept, checkpoint_name, checkpoints, delete_old, set_aside, step_in_name
-from gpt.checkpoint.layout import Progress, SavedRun, changed_data, check_model, content_of, read_run
+from gpt.checkpoint.layout import (
+    TOKENIZER,
+    Progress,
+    SavedRun,
+    changed_data,
+    check_model,
+    check_tokenizer,
+    content_of,
+    read_run,
+)
 from gpt.run_folder.files import written_if_possible
 from gpt.shape.config import ModelConfig
 from parallel.validation.errors import ConfigError
@@ -107,6 +116,9 @@ def check_run(checkpoint: Path, saved: SavedRun, own: RankState, config: ModelCo
     """Raise ConfigError unless `saved` is of this model, and warn of each of the settings `data` that has changed."""
     own.check_fits(checkpoint, saved.layout, "take model.* from its config.yaml, or another run.dir")
     check_model(checkpoint, saved.model, config)
+    if TOKENIZER in data:
+        remedy = "prepare the data with its tokenizer, or choose another run.dir"
+        check_tokenizer(checkpoint, saved.layout["data"], data[TOKENIZER], remedy)
     for change in changed_data(saved.layout["data"], data):
         logger.warning("%s", change)
 

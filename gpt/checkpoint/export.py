@@ -16,7 +16,7 @@ from torch import Tensor
 from data.errors import DataError
 from gpt.builder.train_state import TrainState
 from gpt.checkpoint.folder import Kept, checkpoint_name, delete_old, newest
-from gpt.checkpoint.layout import INITIAL_WEIGHTS, read_run
+from gpt.checkpoint.layout import INITIAL_WEIGHTS, check_tokenizer, read_run
 from gpt.pretrained.tokenizer_files import tokenizer_of_data
 from gpt.pretrained.weights import check_shapes, companions, write_weights
 from gpt.shape.config import parameter_shapes
@@ -60,6 +60,9 @@ def export_checkpoint(
     tokenizer, origin = companions(saved_data, initial_weights or saved_data.get(INITIAL_WEIGHTS))
     if data:
         tokenizer = tokenizer_of_data({"data.path": data})
+    if tokenizer:
+        remedy = "name the data that it was trained on with --data"
+        check_tokenizer(checkpoint, saved_data, tokenizer.vocabulary_hash, remedy)
     weights = ((name, saved.whole(name, dtype=dtype)) for name in saved.parameters)
     write_weights(output, run.model, weights, tokenizer, file_bytes, origin)
     return sum(shape.numel() for shape in shapes.values())

@@ -3,6 +3,7 @@
 `zero/state/layout_file.py` has the rest.
 """
 
+import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,8 +15,10 @@ from parallel.validation.errors import ConfigError
 from zero.state.layout_file import LAYOUT, read_layout
 from zero.state.schema import COUNT, Schema
 
+logger = logging.getLogger(__name__)
 MASKS = {"train.compile", "activations.store"}  # settings that change what dropout drops, and not the samples
 INITIAL_WEIGHTS = "train.initial_weights"
+TOKENIZER = "tokenizer"  # beside the settings of the data: `vocabulary_hash` of the tokenizer
 MAY_DIFFER = {"dropout", "attention", "vocab_multiple"}  # fields of ModelConfig that a run may resume with others of
 
 
@@ -83,6 +86,18 @@ def check_model(checkpoint: Path, saved: ModelConfig, present: ModelConfig) -> N
             )
 
 
+def check_tokenizer(checkpoint: Path, saved: Mapping[str, Any], present: str | None, remedy: str) -> None:
+    """Raise ConfigError if a checkpoint was trained with another tokenizer; warn if one of the two is not known."""
+    found = saved.get(TOKENIZER)
+    if found is None or present is None:
+        unknown = f"checkpoint {checkpoint}" if found is None else "this run"
+        logger.warning("%s does not say its tokenizer: that both have the same is not checked", unknown)
+    elif found != present:
+        raise ConfigError(
+            f"checkpoint {checkpoint} was trained with another tokenizer: ids meant other tokens; {remedy}"
+        )
+
+
 def changed_data(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:
     """Return a sentence for each setting that changes the data, and has another value than in the checkpoint."""
     changed = "samples are others", "dropout may drop other elements"
@@ -90,5 +105,5 @@ def changed_data(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[s
         f"{name}={value}, but the checkpoint was saved with {saved.get(name)}: from here on, {changed[name in MASKS]}"
         for name, value in present.items()
         # Older checkpoints do not have all, and initial weights are not read again.
-        if saved.get(name, value) != value and name != INITIAL_WEIGHTS
+        if saved.get(name, value) != value and name not in (INITIAL_WEIGHTS, TOKENIZER)
     ]

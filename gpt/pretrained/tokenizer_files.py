@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from data.blend import parse_path
-from data.tokenizer import Tokenizer, load_tokenizer, tokenizer_path
+from data.tokenizer import Tokenizer, load_tokenizer, read_backend, tokenizer_path
 from gpt.shape.config import ModelConfig
 from parallel.validation.errors import ConfigError
+from zero.state.schema import shown
 
 FILES = (  # of a tokenizer in a folder of transformers
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),
@@ -28,6 +29,25 @@ logger = logging.getLogger(__name__)
 def has_tokenizer(folder: Path | None) -> bool:
     """Return whether a folder of weights has the files of a tokenizer."""
     return folder is not None and any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
+
+
+def check_same_tokenizer(folder: Path, tokenizer: Tokenizer | None) -> None:
+    """Raise ConfigError if an id of the data is another token in a folder of weights; warn if either has no tokenizer.
+
+    Each may have tokens that the other lacks, such as those of a chat.
+    """
+    path = folder / "tokenizer.json"
+    if tokenizer is None or not path.is_file():
+        missing = path if tokenizer else "the tokenizer of data.path"
+        logger.warning("%s is not there: that the data has the tokenizer of the weights is not checked", missing)
+        return
+    theirs = {id: token for token, id in read_backend(path).get_vocab(with_added_tokens=True).items()}
+    for token, id in tokenizer.vocabulary.items():
+        if theirs.get(id, token) != token:
+            raise ConfigError(
+                f"{folder} has another tokenizer than the data: its id {id} is {shown(theirs[id])}, and {shown(token)} "
+                f"in the data; prepare that with --tokenizer {folder}, or choose other weights"
+            )
 
 
 def copy_tokenizer(folder: Path, output: Path) -> None:

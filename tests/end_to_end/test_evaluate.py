@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import GPT2LMHeadModel
 
+from data.chosen_tokenizers import character_tokenizer
 from data.tokenizer import load_tokenizer
 from gpt.evaluate import Score, evaluate_model, undo_wikitext, windows
 from lab.faults.runs import prepare_corpus
@@ -91,10 +92,12 @@ def test_wikitexts_spaces_are_undone_and_its_line_ends_count_as_words(trained, t
     [
         (["--stride=17"], "--stride=17 is not between 1 and model.seq_length=16"),
         (["--run.dir=nowhere"], "nowhere/checkpoints holds no checkpoint; give another --run.dir"),
+        (["--tokenizer=other.json"], "was trained with another tokenizer: .*; give that one as --tokenizer"),
         (["--tasks", "a/test.jsonl", "b/test.jsonl"], "--tasks has 2 entries of 1 names, test, test"),
     ],
 )
 def test_what_cannot_be_evaluated_is_refused(trained, tmp_path, monkeypatch, own, message):
     monkeypatch.chdir(tmp_path)
+    character_tokenizer([TEXT]).save("other.json")
     with pytest.raises(ConfigError, match=message):
         evaluate_model([*arguments_of(trained)[2 * ("--tasks" in own) :], *own])

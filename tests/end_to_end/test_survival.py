@@ -18,6 +18,7 @@ from unittest import mock
 import pytest
 from torch import Tensor
 
+from data.tokenizer import load_tokenizer
 from gpt.builder.loss_guard import LossGuard
 from gpt.monitor import watch
 from gpt.run_folder.files import read_steps
@@ -73,6 +74,7 @@ def test_a_run_that_is_killed_equals_an_undisturbed_one(corpus, tmp_path, num_st
         "data.mask_documents": False,
         "train.compile": "none",
         "data.path": str(corpus),
+        "tokenizer": load_tokenizer(corpus).vocabulary_hash,
     }
     assert last["progress"]["step"] == num_steps
 

@@ -117,6 +117,7 @@ def test_files_of_every_kind_in_one_directory_become_one_corpus(tmp_path, capsys
         documents=20,
         tokens=IndexedDataset(prefix).num_tokens,
         source=[str(folder)],
+        vocabulary_hash=load_tokenizer(prefix).vocabulary_hash,
         checksums={
             suffix: zlib.crc32(Path(f"{prefix}{suffix}").read_bytes()) for suffix in (*SUFFIXES[:2], SUFFIXES[3])
         },

@@ -2,6 +2,7 @@
 
 import logging
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,12 +10,13 @@ import torch
 
 from data import samples as samples_of_data
 from data.indexed import IndexedDataset
+from data.sidecar import Sidecar
 from data.tokenizer import load_tokenizer, tokenizer_path
 from gpt.corpus import Corpus
 from parallel.mesh import Mesh
 from parallel.validation.errors import ConfigError
 from parallel.world import World
-from tests.unit.gpt.runs_in_process import NUM_DOCUMENTS, SEQ_LENGTH, tiny_settings
+from tests.unit.gpt.runs_in_process import NUM_DOCUMENTS, SEQ_LENGTH, make_trainer, tiny_settings, write_text
 
 
 def opened(prefix: Path, local_rank: int = 0, **settings: object) -> Corpus:
@@ -59,6 +61,43 @@ def test_a_vocabulary_that_the_model_lacks_is_refused_in_each_prefix(prefix: Pat
     assert opened(prefix, model__vocab_size=size).tokenizer is not None
     with pytest.raises(ConfigError, match=f"model.vocab_size={size - 1} is below the {size} ids of {prefix}; choose"):
         opened(prefix, model__vocab_size=size - 1, data__path=[str(small), str(prefix)])
+
+
+def test_corpora_with_other_tokenizers_of_the_same_size_are_refused(
+    prefix: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    other, same, unknown = (tmp_path / name for name in ("other", "same", "unknown"))
+    write_text(other, "GREEN BOTTLES ON THE WALL")
+    assert load_tokenizer(other).vocab_size == load_tokenizer(prefix).vocab_size
+    facts = Sidecar.load(write_text(same))
+    replace(facts, vocabulary_hash=load_tokenizer(same).vocabulary_hash).save(same)
+    tokenizer_path(same).unlink()
+    opened(prefix, data__path=[str(prefix), str(same)])
+    assert caplog.messages == []
+    write_text(unknown).with_suffix(".json").unlink()
+    opened(prefix, data__path=[str(prefix), str(unknown)])
+    assert caplog.messages[0].startswith(f"{unknown} has no tokenizer")
+    refused = rf"{other} was encoded with another tokenizer than {prefix}: .*; prepare it again with --tokenizer"
+    for settings in ({"data__path": [str(prefix), str(other)]}, {"data__validation": [str(other)]}):
+        with pytest.raises(ConfigError, match=refused):
+            opened(prefix, train__eval_samples=2, **settings)
+    replace(facts, eod=1, vocabulary_hash=load_tokenizer(prefix).vocabulary_hash).save(same)
+    with pytest.raises(ConfigError, match="or ends or begins documents in one only"):
+        opened(prefix, data__path=[str(prefix), str(same)])
+
+
+def test_a_resume_with_another_tokenizer_of_the_same_size_is_refused(
+    prefix: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    saving = {"checkpoint__every": 1, "train__steps": 1}
+    make_trainer(prefix, tmp_path / "run", **saving).train()
+    other = write_text(tmp_path / "other", "GREEN BOTTLES ON THE WALL")
+    with pytest.raises(ConfigError, match=r"step-00000001 was trained with another tokenizer: .* another run.dir"):
+        make_trainer(other, tmp_path / "run", **saving).train()
+    Sidecar.path(other).unlink()
+    tokenizer_path(other).unlink()
+    make_trainer(other, tmp_path / "run", model__vocab_size=64, **saving).train()
+    assert any(message.startswith("this run does not say its tokenizer") for message in caplog.messages)
 
 
 def test_one_rank_of_a_node_caches_the_orders_of_the_epochs_that_the_run_reads(

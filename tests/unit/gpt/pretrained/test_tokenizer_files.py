@@ -13,7 +13,7 @@ from data.chosen_tokenizers import character_tokenizer, train_tokenizer
 from data.sidecar import Sidecar
 from data.tokenizer import Tokenizer, tokenizer_path
 from gpt.checkpoint.export import export_checkpoint
-from gpt.pretrained.tokenizer_files import tokenizer_of_data
+from gpt.pretrained.tokenizer_files import check_same_tokenizer, tokenizer_of_data
 from gpt.pretrained.weights import write_weights
 from gpt.shape.config import ModelConfig, parameter_shapes
 from parallel.validation.errors import ConfigError
@@ -74,6 +74,20 @@ def test_an_export_without_a_tokenizer_is_a_warning_and_has_no_ids_of_another_on
     assert not (tmp_path / "tokenizer_config.json").exists()
 
 
+def test_weights_with_another_tokenizer_than_the_data_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    first, second = (character_tokenizer([letters]) for letters in ("abc", "abd"))
+    backend = Backend.from_str(first.text)
+    backend.add_special_tokens(["<|im_end|>"])  # which the data does not have
+    backend.save(str(tmp_path / "tokenizer.json"))
+    check_same_tokenizer(tmp_path, first)
+    assert not caplog.messages
+    with pytest.raises(ConfigError, match=r"id 3 is 'c', and 'd' in the data; prepare that with --tokenizer"):
+        check_same_tokenizer(tmp_path, second)
+    check_same_tokenizer(tmp_path, None)
+    check_same_tokenizer(tmp_path / "none", first)
+    assert len(caplog.messages) == 2
+
+
 def write_origin(folder: Path, tokenizer: Tokenizer) -> dict[str, object]:
     """Write a Llama of 64 positions with ids, tokenizer and chat template of its own; return its options."""
     config = preset_config("llama2", num_layers=1, hidden_size=8, num_heads=2, seq_length=64, vocab_size=64)
@@ -109,9 +123,9 @@ def test_weights_that_continue_others_have_their_positions_ids_tokenizer_and_cha
     assert AutoConfig.from_pretrained(tmp_path / "named").max_position_embeddings == 64
     assert AutoTokenizer.from_pretrained(tmp_path / "named").chat_template is None
     assert caplog.messages == []
-    other = train_tokenizer(TEXTS, 280)
+    other = character_tokenizer(["of as many", *"ABCDEFGHIJKLM"])
     data = write_corpus(tmp_path / "larger", other)["data.path"]
-    with pytest.raises(ConfigError, match=f"the model has 64 tokens, below the {other.vocab_size} ids"):
+    with pytest.raises(ConfigError, match="was trained with another tokenizer: ids meant other tokens; name the"):
         export_checkpoint(tmp_path / "checkpoints", tmp_path / "refused", torch.float32, data=data)
     origin.rename(tmp_path / "moved")
     export_checkpoint(tmp_path / "checkpoints", tmp_path / "gone", torch.float32)
