@@ -6,7 +6,9 @@ PREFIX.idx   | "MMIDIDX\\0\\0" | u64 version 1 | u8 dtype code | u64 N | u64 D |
 """
 
 import struct
+import zlib
 from collections.abc import Iterator
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 
@@ -100,6 +102,11 @@ class IndexedDataset:
     @property
     def num_tokens(self) -> int:
         return len(self._tokens)
+
+    @cached_property
+    def lengths_checksum(self) -> int:
+        """The CRC-32 of all lengths, which with their number is all that an order of samples depends on."""
+        return zlib.crc32(np.ascontiguousarray(self.sequence_lengths))
 
 
 def _size_of(path: Path, prefix: str) -> int:

@@ -18,7 +18,7 @@ import numpy as np
 
 from data.epochs import Stream, cached_order
 from data.errors import DataError
-from data.indexed import IndexedDataset, bin_path, idx_path
+from data.indexed import IndexedDataset, bin_path
 from data.packing import BestFit
 
 PARTS = ("train", "validation", "test")
@@ -101,16 +101,11 @@ class PackedSamples:
         return cached_order(self._cache_dir, stem, self._packing.order_type, build, checks)
 
     def _file_stem(self, epoch: int) -> str:
-        """Return a name with a digest of all that the order depends on.
-
-        The document lengths are represented by the modification time of the index file.
-        """
-        prefix, options, index = self._dataset.prefix, self._options, idx_path(self._dataset.prefix).stat()
+        """Return a name with a digest of all that the order depends on, and of nothing else, such as times of files."""
+        options = self._options
         facts = {
-            "name": Path(prefix).name,
-            "bin_bytes": bin_path(prefix).stat().st_size,
-            "idx_bytes": index.st_size,
-            "idx_mtime_ns": index.st_mtime_ns,
+            "sequences": len(self._dataset),
+            "lengths": self._dataset.lengths_checksum,
             "first_document": self._documents.start,
             "stop_document": self._documents.stop,
             "seq_length": options.seq_length,
