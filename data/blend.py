@@ -1,5 +1,7 @@
 """Samples of several datasets mixed by weight. The order is computed from the sample's number, without a stored index.
 
+If weights change, a stretch with an order of its own begins, in which each dataset goes on where it stands.
+
 The weights sum to 1, and sample k of dataset d has the time (k + 0.5) / weight[d]. The blend is all samples in the
 order of (time, d). Among the first n samples of the blend, the number from dataset d differs from n x weight[d] by at
 most half the number of datasets.
@@ -9,10 +11,11 @@ most half the number of datasets.
     time                   0 ----- 1 ----- 2 ----- 3 ----- 4 ----- 5 ----- 6 --
 """
 
+import bisect
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,7 +27,7 @@ BLOCK_SAMPLES = 1024  # computed at once, because the next sample requested is u
 
 
 class BlendOrder:
-    """The mapping from a sample of the blend to (dataset, number within it). Weights must be positive."""
+    """The mapping from a sample of the blend to (dataset, number within it). A dataset of weight 0 has no samples."""
 
     def __init__(self, weights: Sequence[float]) -> None:
         total = math.fsum(weights)
@@ -70,31 +73,82 @@ class BlendOrder:
         return np.maximum(np.ceil(time * self._weights - 0.5), 0).astype(np.int64)
 
 
+class Stretch(NamedTuple):
+    """The samples of a blend from `first_sample` on, before which `taken` samples of each dataset have been used."""
+
+    first_sample: int
+    weights: tuple[float, ...]
+    taken: tuple[int, ...]
+
+
 class BlendedSamples:
-    """The samples of several datasets in the order of a blend, with the methods of `PackedSamples`."""
+    """The samples of several datasets in the order of a blend, with the methods of `PackedSamples`.
+
+    `weights` are those of data.path, which hold from sample 0 on until `arrange` is called.
+    """
 
     def __init__(self, datasets: Sequence[PackedSamples], weights: Sequence[float]) -> None:
-        self._datasets, self._weights = datasets, weights
-        self._order = BlendOrder(weights)
+        self._datasets, self.weights = datasets, tuple(weights)
+        self.arrange(Stretch(0, self.weights, (0,) * len(datasets)))
+
+    def arrange(self, first: Stretch, later: Sequence[tuple[int, Sequence[float]]] = ()) -> None:
+        """Blend as `first` says, and with other weights from each (sample, weights) on.
+
+        After a change each dataset goes on where it stands. Samples before `first` cannot be read any more.
+        """
+        self._stretches, self._orders = [first], [BlendOrder(first.weights)]
+        for sample, weights in later:
+            stretch = Stretch(sample, tuple(weights), self.taken_before(sample))
+            self._stretches.append(stretch)
+            self._orders.append(BlendOrder(weights))
+
+    def stretch_of(self, sample: int) -> Stretch:
+        """Return the stretch of a sample."""
+        return self._stretches[self._number_of(sample)]
+
+    def taken_before(self, sample: int) -> tuple[int, ...]:
+        """Return how many samples of each dataset precede a sample of the blend."""
+        number = self._number_of(sample)
+        stretch = self._stretches[number]
+        counts = self._orders[number].counts_before(sample - stretch.first_sample).tolist()
+        return tuple(taken + count for taken, count in zip(stretch.taken, counts, strict=True))
 
     @property
     def tokens_per_sample(self) -> float:
-        pairs = zip(self._weights, self._datasets, strict=True)
-        return math.fsum(weight * dataset.tokens_per_sample for weight, dataset in pairs) / math.fsum(self._weights)
+        weights = self._stretches[0].weights
+        pairs = zip(weights, self._datasets, strict=True)
+        return math.fsum(weight * dataset.tokens_per_sample for weight, dataset in pairs) / math.fsum(weights)
+
+    @property
+    def fingerprints(self) -> list[tuple[str, str]]:
+        """The prefix and the fingerprint of each dataset."""
+        return [(dataset.prefix, dataset.fingerprint) for dataset in self._datasets]
 
     def __getitem__(self, sample: int) -> np.ndarray:
-        dataset, number = self._order.locate(sample)
+        dataset, number = self._locate(sample)
         return self._datasets[dataset][number]
 
     def place(self, sample: int) -> str:
-        dataset, number = self._order.locate(sample)
+        dataset, number = self._locate(sample)
         return self._datasets[dataset].place(number)
 
     def build_cache(self, first_sample: int, num_samples: int) -> None:
-        firsts = self._order.counts_before(first_sample).tolist()
-        stops = self._order.counts_before(first_sample + num_samples).tolist()
+        firsts, stops = self.taken_before(first_sample), self.taken_before(first_sample + num_samples)
         for dataset, first, stop in zip(self._datasets, firsts, stops, strict=True):
-            dataset.build_cache(first, stop - first)
+            if stop > first:
+                dataset.build_cache(first, stop - first)
+
+    def _number_of(self, sample: int) -> int:
+        number = bisect.bisect_right(self._stretches, sample, key=lambda stretch: stretch.first_sample) - 1
+        assert number >= 0, f"sample {sample} is before {self._stretches[0].first_sample}"
+        return number
+
+    def _locate(self, sample: int) -> tuple[int, int]:
+        """Return (dataset, number within it) of a sample of the blend."""
+        number = self._number_of(sample)
+        stretch = self._stretches[number]
+        dataset, place = self._orders[number].locate(sample - stretch.first_sample)
+        return dataset, stretch.taken[dataset] + place
 
 
 def open_samples(

@@ -15,12 +15,13 @@ from pathlib import Path
 import numpy as np
 
 from data.errors import DataError
-from data.sidecar import INDEX, Sidecar
+from data.sidecar import INDEX, TOKENS, Sidecar
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, number of sequences N, number of document indices D
 VERSION = 1
 BLOCK = 1 << 18  # sequences that are checked at once: their arrays fit into a processor's cache
+ENDS_BYTES = 1 << 20  # at the beginning and at the end of the tokens, of which a fingerprint is made
 DTYPE_OF_CODE = {
     code: np.dtype(name).newbyteorder("<")
     for code, name in {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 6: "f8", 7: "f4", 8: "u2"}.items()
@@ -104,9 +105,21 @@ class IndexedDataset:
         return len(self._tokens)
 
     @cached_property
+    def fingerprint(self) -> str:
+        """A text by which a corpus is told from others, wherever it is: of its lengths and its tokens.
+
+        The checksum of the tokens is that of PREFIX.json; without one, it is that of their first and last megabyte.
+        """
+        recorded = Sidecar.load(self.prefix).checksums if Sidecar.path(self.prefix).is_file() else {}
+        if (checksum := recorded.get(TOKENS)) is None:
+            count = ENDS_BYTES // self.dtype.itemsize
+            checksum = zlib.crc32(np.concatenate((self._tokens[:count], self._tokens[-count:])).data)
+        return f"{len(self)}-{self.num_tokens}-{self.dtype.itemsize}-{self.lengths_checksum:08x}-{checksum:08x}"
+
+    @cached_property
     def lengths_checksum(self) -> int:
         """The CRC-32 of all lengths, which with their number is all that an order of samples depends on."""
-        return zlib.crc32(np.ascontiguousarray(self.sequence_lengths))
+        return zlib.crc32(np.ascontiguousarray(self.sequence_lengths).data)
 
 
 def _size_of(path: Path, prefix: str) -> int:

@@ -66,6 +66,16 @@ class PackedSamples:
         pieces = [self._dataset[self._documents[document]][part] for document, part in self._pieces(sample)]
         return self._packing.sample(pieces)
 
+    @property
+    def prefix(self) -> str:
+        """The prefix of the documents."""
+        return self._dataset.prefix
+
+    @property
+    def fingerprint(self) -> str:
+        """The `fingerprint` of all documents of the prefix."""
+        return self._dataset.fingerprint
+
     def place(self, sample: int) -> str:
         """Return the file and the document in which a sample starts, for error messages."""
         document, _ = self._pieces(sample)[0]

@@ -14,6 +14,8 @@ from data.blend import BlendedSamples, open_samples, parse_path
 from data.indexed import IndexedDataset, check_index
 from data.sidecar import Sidecar
 from data.tokenizer import Tokenizer, identity_of, load_tokenizer, tokenizer_path
+from gpt.checkpoint.layout import Progress
+from gpt.mixture import arrange
 from gpt.settings.data import DataSettings
 from gpt.settings.schedule import consumed_samples_after
 from gpt.settings.training import TrainSettings
@@ -36,6 +38,7 @@ class Corpus:
     """
 
     training: BatchLoader
+    samples: BlendedSamples  # of training
     validation: dict[str, BatchLoader]  # by the name of a corpus; "" is the validation share of the training data
     tokenizer: Tokenizer | None
     prompts: list[list[int]]  # token ids, for texts that the model generates
@@ -70,14 +73,11 @@ class Corpus:
                 packing=data.packing,
                 masks_documents=data.mask_documents,
             )
+            if part == "train":
+                arrange(samples, data.schedule, train, Progress())
             if data.packing == "best_fit":
                 _log_padding(part, samples.tokens_per_sample / model.seq_length)
-            # The first rank builds the indices, then one of each node that lacks them, before all ranks map them.
-            for is_builder in (world.is_first, world.local_rank == 0 and not world.is_first):
-                if is_builder:
-                    with mesh.log.busy():
-                        samples.build_cache(0, num_samples)
-                mesh.barrier()
+            _build_cache(samples, num_samples, mesh, world)
             return samples
 
         training = samples_of("train", consumed_samples_after(train, train.steps))
@@ -88,11 +88,21 @@ class Corpus:
         loader = partial(_loader, model=model, train=train, mesh=mesh, world=world, num_units=num_units)
         return cls(
             training=loader(training),
+            samples=training,
             validation={name: loader(samples) for name, samples in validation.items()},
             tokenizer=tokenizer,
             prompts=_prompts(train.prompts, tokenizer, next(iter(validation.values()), training)) if tokenizer else [],
             tokens_per_sample=training.tokens_per_sample,
         )
+
+
+def _build_cache(samples: BlendedSamples, num_samples: int, mesh: Mesh, world: World) -> None:
+    """Build the indices on the first rank, then on one of each node that lacks them, before all ranks map them."""
+    for is_builder in (world.is_first, world.local_rank == 0 and not world.is_first):
+        if is_builder:
+            with mesh.log.busy():
+                samples.build_cache(0, num_samples)
+        mesh.barrier()
 
 
 def _loader(

@@ -21,6 +21,7 @@ from gpt.checkpoint.layout import INITIAL_WEIGHTS, TOKENIZER, Progress
 from gpt.checkpoint.recovery import Recovery
 from gpt.corpus import Corpus
 from gpt.generate import sample_texts
+from gpt.mixture import arrange, mixture_at
 from gpt.monitor.collectives import profiled
 from gpt.monitor.console import RunConsole, nothing_left
 from gpt.monitor.metrics import Throughput, memory_by_kind, peak_flops, peak_memory, sent_bytes
@@ -190,6 +191,7 @@ class Trainer:
     def _batches(self) -> Generator[tuple[int, list[MicroBatch]], None, None]:
         """Yield (global batch size, this rank's micro-batches on its device) of every step that is left."""
         train, start = self._settings.train, self._progress
+        arrange(self._corpus.samples, self._settings.data.schedule, train, start)
         num_steps_left = max(0, train.steps - start.step)
 
         def plan() -> Iterator[tuple[int, int]]:
@@ -225,7 +227,8 @@ class Trainer:
                 state.model, state.optimizer, micro_batches, state.mesh, state.guard, measure_layer_norms, leaves
             )
         sent = {name: number - sent_before[name] for name, number in sent_bytes(state.mesh.log).items()}
-        self._progress = replace(self._progress, step=step, consumed_samples=sum(samples))
+        mixture = mixture_at(self._corpus.samples, sum(samples))
+        self._progress = replace(self._progress, step=step, consumed_samples=sum(samples), mixture=mixture)
         self._throughput.count(batch_size)
         trials = self._due_trials()
         if not trials and step > 1 and not self._is_due(settings.train.log_every):

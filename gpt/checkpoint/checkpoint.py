@@ -119,7 +119,7 @@ def check_run(checkpoint: Path, saved: SavedRun, own: RankState, config: ModelCo
     if TOKENIZER in data:
         remedy = "prepare the data with its tokenizer, or choose another run.dir"
         check_tokenizer(checkpoint, saved.layout["data"], data[TOKENIZER], remedy)
-    for change in changed_data(saved.layout["data"], data):
+    for change in changed_data(saved.layout["data"], data, saved.progress.mixture is not None):
         logger.warning("%s", change)
 
 

@@ -13,7 +13,7 @@ from gpt.checkpoint.folder import step_in_name
 from gpt.shape.config import ModelConfig
 from parallel.validation.errors import ConfigError
 from zero.state.layout_file import LAYOUT, read_layout
-from zero.state.schema import COUNT, Schema
+from zero.state.schema import COUNT, Schema, check
 
 logger = logging.getLogger(__name__)
 MASKS = {"train.compile", "activations.store"}  # settings that change what dropout drops, and not the samples
@@ -24,11 +24,12 @@ MAY_DIFFER = {"dropout", "attention", "vocab_multiple"}  # fields of ModelConfig
 
 @dataclass(frozen=True)
 class Progress:
-    """The progress of a run, and the random name by which its files are told from those of other runs."""
+    """The progress of a run, in all and in each corpus, and the random name that tells its files from other runs'."""
 
     step: int = 0
     consumed_samples: int = 0
     run: str = ""
+    mixture: dict[str, Any] | None = None  # as in MIXTURE; None in checkpoints of earlier versions
 
     @property
     def save_name(self) -> str:
@@ -54,6 +55,13 @@ SCHEMA: dict[str, Schema] = {
 }
 
 
+# The present stretch of the blend of corpora: where it begins, and the samples of each corpus taken before it.
+MIXTURE: Schema = {
+    "first_sample": COUNT,
+    "corpora": [{"prefix": str, "fingerprint": str, "weight": float, "taken": COUNT}],
+}
+
+
 def content_of(config: ModelConfig, progress: Progress, data: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a run adds to layout.json; it is the same on every rank."""
     return {"progress": asdict(progress), "model": asdict(config), "data": dict(data)}
@@ -65,7 +73,14 @@ def read_run(checkpoint: Path) -> SavedRun:
     Raises ConfigError if the file is damaged, has another format, or describes what cannot be.
     """
     path, layout = checkpoint / LAYOUT, read_layout(checkpoint, SCHEMA)
-    progress = Progress(**layout["progress"])
+    progress = Progress(
+        **{name: layout["progress"].get(name) for name in ("step", "consumed_samples", "run", "mixture")}
+    )
+    if (mixture := progress.mixture) is not None:
+        check(mixture, MIXTURE, path, "progress.mixture")
+        weights = [corpus["weight"] for corpus in mixture["corpora"]]
+        if mixture["first_sample"] > progress.consumed_samples or min(weights, default=-1) < 0 or not any(weights):
+            raise ConfigError(f"{path} is damaged: its mixture of corpora cannot be")
     if step_in_name(checkpoint) not in (None, progress.step):
         raise ConfigError(f"{path} belongs to another checkpoint: it is of step {progress.step}")
     try:
@@ -98,12 +113,16 @@ def check_tokenizer(checkpoint: Path, saved: Mapping[str, Any], present: str | N
         )
 
 
-def changed_data(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:
-    """Return a sentence for each setting that changes the data, and has another value than in the checkpoint."""
+def changed_data(saved: Mapping[str, Any], present: Mapping[str, Any], has_mixture: bool = False) -> list[str]:
+    """Return a sentence for each setting that changes the data, and has another value than in the checkpoint.
+
+    If the checkpoint `has_mixture`, its corpora are compared by what they contain, and not by their names here.
+    """
+    ignored = {INITIAL_WEIGHTS, TOKENIZER} | ({"data.path"} if has_mixture else set())
     changed = "samples are others", "dropout may drop other elements"
     return [
         f"{name}={value}, but the checkpoint was saved with {saved.get(name)}: from here on, {changed[name in MASKS]}"
         for name, value in present.items()
         # Older checkpoints do not have all, and initial weights are not read again.
-        if saved.get(name, value) != value and name not in (INITIAL_WEIGHTS, TOKENIZER)
+        if saved.get(name, value) != value and name not in ignored
     ]

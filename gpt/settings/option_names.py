@@ -51,6 +51,7 @@ def messages_in_option_names() -> Iterator[None]:
 _PACKAGES = [Path(__file__).parents[2] / name for name in ("gpt", "zero", "parallel")]
 _GROUPS = {node.kind.__name__: node.name for node in walk(Settings) if isinstance(node, Group)}
 _GROUPS["StartOptions"] = "run"
+_GROUPS["ScheduledWeights"] = "data.schedule"
 _GROUPS["Muon"] = "optimizer.muon"
 _SET_BY = {
     r"ZeroConfig\.leaf_blocks(?==\d+ of )": "train.reproducible_blocks",

@@ -117,9 +117,9 @@ def batch_plan(train: TrainSettings, consumed_samples: int = 0) -> Iterator[tupl
         consumed_samples += size
 
 
-def consumed_samples_after(train: TrainSettings, num_steps: int) -> int:
-    """Return the number of samples in the first `num_steps` steps of a run, in as many operations as batch sizes."""
-    consumed = num_done = 0
+def consumed_samples_after(train: TrainSettings, num_steps: int, consumed: int = 0) -> int:
+    """Return the number of samples consumed after `num_steps` more steps, in as many operations as batch sizes."""
+    num_done = 0
     while num_done < num_steps:
         size, next_size_from = global_batch_size(train, consumed), _end_of_size(train, consumed)
         left = num_steps - num_done

@@ -228,11 +228,24 @@ def _convert_single(hint: Any, value: Any) -> Any:
             value = float(value)
         except OverflowError:
             raise _WrongValueError(f"is above {shown(LARGEST_FLOAT)}") from None
+    if is_dataclass(hint) and isinstance(value, dict):  # an element of a list of groups
+        return _convert_group(hint, value)
     if not isinstance(value, hint) or (hint is int and not is_integer):
         raise _WrongTypeError
     if hint is str:
         _refuse(_problem_of_text(value))
     return value
+
+
+def _convert_group(kind: Any, values: dict[str, Any]) -> Any:
+    """Return the group of settings that has these values."""
+    names = list(field_types(kind))
+    for name in [*values, *names]:
+        if name not in names:
+            raise _WrongValueError(f"has {shown(name)}, which is none of {', '.join(names)}")
+        if name not in values:
+            raise _WrongValueError(f"has no {name}")
+    return kind(**values)
 
 
 def _convert_to_any(hints: tuple[Any, ...], value: Any) -> Any:

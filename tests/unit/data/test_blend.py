@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from data.blend import BLOCK_SAMPLES, BlendedSamples, BlendOrder, open_samples, parse_path
+from data.blend import BLOCK_SAMPLES, BlendedSamples, BlendOrder, Stretch, open_samples, parse_path
 from data.errors import DataError
 
 WEIGHTS = st.lists(st.floats(1e-4, 1e4), min_size=1, max_size=9)
@@ -67,6 +67,27 @@ def test_samples_come_from_the_blended_prefixes(write_corpus):
     assert share_of_small([small, large], 73) == pytest.approx(6 / 73)  # 26 / 4 and 269 / 4 samples an epoch
     assert isinstance(open_samples(small, **settings), BlendedSamples)
     assert open_samples([small, large], **settings).place(0).startswith(large)
+
+
+class Numbered:
+    """A dataset whose samples are their own numbers."""
+
+    prefix = fingerprint = ""
+
+    def __getitem__(self, sample: int) -> int:
+        return sample
+
+
+def test_datasets_go_on_where_they_stand_when_weights_change():
+    samples = BlendedSamples([Numbered(), Numbered()], [0.5, 0.5])
+    unchanged = [samples[i] for i in range(1000)]
+    samples.arrange(Stretch(0, (0.5, 0.5), (0, 0)), [(1000, (0.9, 0.1)), (1500, (0, 1))])
+    assert [samples[i] for i in range(1000)] == unchanged
+    assert [samples.taken_before(i) for i in (1000, 1500, 2000)] == [(500, 500), (950, 550), (950, 1050)]
+    assert sorted(samples[i] for i in range(2000)) == sorted([*range(950), *range(1050)])
+    later = BlendedSamples([Numbered(), Numbered()], [1, 1])
+    later.arrange(samples.stretch_of(1400))
+    assert [later[i] for i in range(1000, 1500)] == [samples[i] for i in range(1000, 1500)]
 
 
 def test_the_cache_of_a_blend_is_built_by_each_dataset_for_its_own_samples():

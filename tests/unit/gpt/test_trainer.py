@@ -51,7 +51,7 @@ def test_a_resumed_run_warns_if_its_learning_rate_jumps(
 
 
 def test_each_validation_corpus_has_a_loss_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    for name, words in (("train", "green bottles"), ("wiki", "on the wall"), ("code", "accidentally fall")):
+    for name, words in (("train", "green bottles"), ("wiki", "bottles green"), ("code", "to seeg bent rell")):
         (tmp_path / name).mkdir()
         write_text(tmp_path / name / f"{name}-text", words)
 
