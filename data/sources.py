@@ -6,6 +6,7 @@ One process reads the shards one after another. The workers decode and parse the
 import glob
 import gzip
 import json
+import logging
 import os
 import sysconfig
 import zlib
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 
 from data.errors import DataError
 
+logger = logging.getLogger(__name__)
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".py")
 JSON_SUFFIXES = (".jsonl", ".json", ".ndjson", ".jsonl.gz", ".json.gz", ".ndjson.gz")
 PARQUET_SUFFIXES = (".parquet",)
@@ -191,13 +193,31 @@ def _stdlib_files() -> list[str]:
 
 
 def _files_of(name: str) -> list[str]:
-    """Return the files of a path, glob or directory, sorted. Of a directory only those with a suffix in SUFFIXES."""
+    """Return the files of a path, glob or directory, sorted, and log what is left out.
+
+    Of a directory these are those with a suffix in SUFFIXES. Raises DataError if it has others of compressed text.
+    """
     if os.path.isdir(name):
         is_dataset = any(os.path.exists(os.path.join(name, file)) for file in DATASETS_FILES)
         paths = [] if is_dataset else _paths_below(Path(name))  # `_open_dataset` opens a dataset
-        return sorted(str(path) for path in paths if path.is_file() and path.name.endswith(SUFFIXES))
-    pattern = glob.escape(name) if os.path.exists(name) else name
-    return sorted(path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path))
+        files = [path for path in paths if path.is_file() and path.name.endswith(SUFFIXES)]
+        opened = {
+            path for path in paths if path.is_dir() and not path.is_symlink() and os.access(path, os.R_OK | os.X_OK)
+        }
+        paths = paths if files else []  # `datasets` opens a folder without such files
+    else:
+        paths = [Path(path) for path in glob.glob(glob.escape(name) if os.path.exists(name) else name, recursive=True)]
+        files = [path for path in paths if path.is_file()]
+        opened = {path for path in paths if "**" in name}
+    left_out = sorted(set(paths).difference(files, opened))
+    for path in left_out if os.path.isdir(name) else ():
+        if path.name.endswith(COMPRESSED) and path.name.removesuffix(path.suffix).endswith(SUFFIXES):
+            raise DataError(f"--source {path} is compressed; decompress it, or compress JSON lines as .jsonl.gz")
+    folders = [path for path in left_out if path.is_dir()]
+    kinds = {"folders": folders, "files": [path for path in left_out if path not in folders]}
+    if texts := [f"{len(found)} {kind}, such as {found[0]}" for kind, found in kinds.items() if found]:
+        logger.warning("--source %s leaves out %s; name them too if they are meant", name, " and ".join(texts))
+    return sorted(map(str, files))
 
 
 def _paths_below(folder: Path) -> list[Path]:

@@ -77,6 +77,28 @@ def test_a_compressed_file_that_is_not_read_is_refused_with_the_remedy(tmp_path:
         (tmp_path / name).touch()
 
 
+def test_what_a_folder_or_a_pattern_leaves_out_is_named_and_compressed_text_refused(tmp_path: Path, caplog):
+    folder, elsewhere = tmp_path / "folder", tmp_path / "elsewhere"
+    (folder / "sub").mkdir(parents=True)
+    elsewhere.mkdir()
+    for name in ("README.md", "sub/a.txt", ".hidden.csv", "../elsewhere/b.txt"):
+        (folder / name).write_text("a")
+    assert len(list(Source([str(folder)]).documents())) == 2
+    assert caplog.messages == []
+    (folder / "linked").symlink_to(elsewhere)
+    (folder / "dangling.txt").symlink_to("nothing")
+    (folder / "sub/b.csv").touch()
+    assert len(list(Source([str(folder)]).documents())) == 2
+    left_out = f"1 folders, such as {folder}/linked and 2 files, such as {folder}/dangling.txt"
+    assert caplog.messages == [f"--source {folder} leaves out {left_out}; name them too if they are meant"]
+    assert len(list(Source([f"{folder}/**/*.txt"]).documents())) == 2
+    assert len(list(Source([f"{folder}/*"]).documents())) == 1
+    assert f"leaves out 2 folders, such as {folder}/linked and 1 files" in caplog.messages[1]
+    (folder / "sub/c.jsonl.zst").touch()
+    with pytest.raises(DataError, match=r"sub/c.jsonl.zst is compressed; decompress it, or"):
+        list(Source([str(folder)]).documents())
+
+
 def shard(weight: int | None, *texts: str) -> Shard:
     return Shard(weight, lambda: (Document("a", 0, text, 0) for text in texts), "")
 
