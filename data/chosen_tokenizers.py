@@ -28,7 +28,7 @@ def named_tokenizer(name: str, eod_token: str | None = None, bos_token: str | No
     """
     folder, corpus, configuration = Path(name), None, {}
     if (path := folder / "tokenizer.json").is_file():
-        backend, configuration = read_backend(path), _configuration_of(folder)
+        backend, configuration = read_backend(path), configuration_of(folder)
     elif folder.is_file():
         backend = read_backend(folder)
     elif (path := tokenizer_path(name)).is_file():
@@ -44,7 +44,7 @@ def named_tokenizer(name: str, eod_token: str | None = None, bos_token: str | No
             f"tokenizer {name} has none of the tokens {', '.join(candidates)}; name its own with --eod_token"
         )
     if bos_token is None:
-        bos = corpus.bos if corpus else _first_token(backend, configuration)
+        bos = corpus.bos if corpus else first_token(backend, configuration)
     elif (bos := backend.token_to_id(bos_token)) is None and bos_token != NO_TOKEN:
         raise DataError(f"tokenizer {name} has no token {bos_token}; name one as --bos_token, or {NO_TOKEN}")
     tokenizer = Tokenizer(backend, known[0], bos)
@@ -67,7 +67,7 @@ def _check_ends(ids: set[int], tokenizer: Tokenizer, name: str) -> None:
             )
 
 
-def _configuration_of(folder: Path) -> dict[str, object]:
+def configuration_of(folder: Path) -> dict[str, object]:
     """Return the content of tokenizer_config.json in a folder; nothing if there is no such file."""
     path = folder / "tokenizer_config.json"
     try:
@@ -84,7 +84,7 @@ def _names(configuration: dict[str, object], key: str) -> list[str]:
     return [token] if isinstance(token, str) else []
 
 
-def _first_token(backend: tokenizers.Tokenizer, configuration: dict[str, object]) -> int | None:
+def first_token(backend: tokenizers.Tokenizer, configuration: dict[str, object]) -> int | None:
     """Return the id that the tokenizer puts before a text, by itself or by its configuration; None if there is none."""
     if configuration.get("add_bos_token") is True and (names := _names(configuration, "bos_token")):
         return backend.token_to_id(names[0])

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Self
 
 import tokenizers
-from tokenizers import models, pre_tokenizers
+from tokenizers import models, pre_tokenizers, processors
 
 from data.errors import DataError
 from data.sidecar import TOKENIZER, Sidecar
@@ -102,6 +102,20 @@ class Tokenizer:
     def text(self) -> str:
         """The content of its tokenizer.json."""
         return self._backend.to_str(pretty=True)
+
+    @property
+    def text_for_others(self) -> str:
+        """The content of a tokenizer.json that puts before a text what begins documents, and no more."""
+        backend = tokenizers.Tokenizer.from_str(self.text)
+        if backend.encode("").ids != self.beginning:
+            names = [self.token(id) for id in self.beginning]
+            template = processors.TemplateProcessing(
+                single=[*names, "$A"],
+                pair=[*names, "$A", *names, "$B:1"],
+                special_tokens=list(zip(names, self.beginning, strict=True)),
+            )
+            backend.post_processor = template if names else None
+        return backend.to_str(pretty=True)
 
     def save(self, path: str | Path) -> None:
         # Not by the library's own `save`, whose errors are bare Exceptions.

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from data.blend import parse_path
+from data.chosen_tokenizers import configuration_of, first_token
 from data.tokenizer import Tokenizer, load_tokenizer, read_backend, tokenizer_path
 from gpt.shape.config import ModelConfig
 from parallel.validation.errors import ConfigError
@@ -41,13 +42,20 @@ def check_same_tokenizer(folder: Path, tokenizer: Tokenizer | None) -> None:
         missing = path if tokenizer else "the tokenizer of data.path"
         logger.warning("%s is not there: that the data has the tokenizer of the weights is not checked", missing)
         return
-    theirs = {id: token for token, id in read_backend(path).get_vocab(with_added_tokens=True).items()}
+    backend = read_backend(path)
+    theirs = {id: token for token, id in backend.get_vocab(with_added_tokens=True).items()}
     for token, id in tokenizer.vocabulary.items():
         if theirs.get(id, token) != token:
             raise ConfigError(
                 f"{folder} has another tokenizer than the data: its id {id} is {shown(theirs[id])}, and {shown(token)} "
                 f"in the data; prepare that with --tokenizer {folder}, or choose other weights"
             )
+    if (first := first_token(backend, configuration_of(folder))) != tokenizer.bos:
+        logger.warning(
+            "documents of the data begin with %s, and the tokenizer of %s, which exports have, puts %s before a text; "
+            "prepare the data without --bos_token",
+            *(shown(tokenizer.bos), folder, shown(first)),
+        )
 
 
 def copy_tokenizer(folder: Path, output: Path) -> None:
@@ -91,7 +99,7 @@ def check_fits(tokenizer: Tokenizer | None, config: ModelConfig) -> None:
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path, config: ModelConfig) -> None:
     """Write the files to a folder. Raises OSError if a write fails."""
-    tokenizer.save(folder / "tokenizer.json")
+    (folder / "tokenizer.json").write_text(tokenizer.text_for_others, encoding="utf-8")
     tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",  # whatever tokenizer.json holds; not that of GPT-2 only
         "bos_token": tokenizer.token(tokenizer.start),

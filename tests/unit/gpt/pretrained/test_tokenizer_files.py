@@ -21,6 +21,7 @@ from tests.pretrained_weights import change_config
 from tests.unit.gpt.model.models import preset_config
 from tests.unit.gpt.runs_in_process import make_trainer
 
+SX = ("<s>", "<x>")
 TEXTS = ["the cat sat on the mat", "the mat sat on the cat", "naïve café\n\tdef f(x): return x"]
 
 
@@ -60,6 +61,21 @@ def test_auto_classes_open_the_tokenizer_and_the_model(
     assert caplog.messages == []
 
 
+@pytest.mark.parametrize("own", [None, "<s>"], ids=["nothing by itself", "a token by itself"])
+@pytest.mark.parametrize("bos", [None, "<s>", "<x>"])
+def test_an_exported_tokenizer_begins_texts_as_documents_began(own: str | None, bos: str | None, tmp_path: Path):
+    backend = Backend.from_str(train_tokenizer(TEXTS, 280).text)
+    backend.add_special_tokens(["<s>", "<x>"])
+    if own:
+        adding = processors.TemplateProcessing("<s> $A <x>", special_tokens=[(t, backend.token_to_id(t)) for t in SX])
+        backend.post_processor = adding
+    tokenizer = Tokenizer(backend, 0, backend.token_to_id(bos) if bos else None)
+    write_zeros(tmp_path, config_for(tokenizer), tokenizer)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    assert theirs.encode(TEXTS[0]) == [*tokenizer.beginning, *tokenizer.encode(TEXTS[0])]
+    assert theirs.encode(TEXTS[0], add_special_tokens=False) == tokenizer.encode(TEXTS[0])
+
+
 def test_an_export_without_a_tokenizer_is_a_warning_and_has_no_ids_of_another_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
@@ -83,6 +99,9 @@ def test_weights_with_another_tokenizer_than_the_data_are_refused(tmp_path: Path
     assert not caplog.messages
     with pytest.raises(ConfigError, match=r"id 3 is 'c', and 'd' in the data; prepare that with --tokenizer"):
         check_same_tokenizer(tmp_path, second)
+    check_same_tokenizer(tmp_path, Tokenizer(Backend.from_str(first.text), 0, bos=1))
+    assert "begin with 1, and the tokenizer of" in caplog.messages[0]
+    caplog.clear()
     check_same_tokenizer(tmp_path, None)
     check_same_tokenizer(tmp_path / "none", first)
     assert len(caplog.messages) == 2
