@@ -23,6 +23,7 @@ from data.errors import DataError
 from data.indexed import IndexedDataset, check_index
 from data.samples import PackedSamples, SampleOptions, split_documents
 
+MAX_WEIGHT = 1e30  # so that sums of weights are finite
 BLOCK_SAMPLES = 1024  # computed at once, because the next sample requested is usually a neighbour
 
 
@@ -174,6 +175,11 @@ def open_samples(
         if checks_index:
             check_index(dataset)
         documents = split_documents(len(dataset), split)[part]
+        if not documents:
+            raise DataError(
+                f"{prefix} has {len(dataset)} documents, of which data.split={list(split)} leaves 0 for {part}; change "
+                "data.split, or divide the documents"
+            )
         datasets.append(PackedSamples(dataset, documents, SampleOptions(**options)))
     return BlendedSamples(datasets, weights or [dataset.samples_per_epoch for dataset in datasets])
 
@@ -200,6 +206,8 @@ def _parse_entry(entry: str) -> tuple[float | None, str]:
         weight = float(weight_text)
     except ValueError:  # the colon is part of a file name
         return None, entry
-    if not (math.isfinite(weight) and weight > 0):
-        raise DataError(f"data.path={entry} has the weight {weight_text}; weights must be above 0")
+    if not 0 < weight <= MAX_WEIGHT:
+        raise DataError(
+            f"data.path={entry} has the weight {weight_text}; weights must be above 0, and at most {MAX_WEIGHT:g}"
+        )
     return weight, prefix

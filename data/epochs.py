@@ -47,6 +47,8 @@ class Stream:
         self.samples_per_epoch = max(0, int(lengths.sum(dtype=np.int64)) - 1) // seq_length
         self.tokens_per_sample = float(seq_length)
         self.need = f"are fewer than model.seq_length + 1 = {seq_length + 1}; lower model.seq_length"
+        if masks_documents and lengths.max(initial=0) < 2:
+            self.samples_per_epoch, self.need = 0, "have no prediction if kept apart; choose data.mask_documents=false"
 
     def build(self, seed: int, epoch: int) -> StreamOrder:
         """Return the order of an epoch, a function of the arguments and the lengths alone."""

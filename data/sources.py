@@ -261,11 +261,16 @@ def _read_parquet(path: str, text_key: str) -> Iterator[Document]:
         raise DataError(f"reading {path} needs the package pyarrow: pip install pyarrow") from None
     try:
         with parquet.ParquetFile(path) as file:
-            _check_column(path, text_key, {field.name: str(field.type) for field in file.schema_arrow})
+            kinds = {field.name: field.type for field in file.schema_arrow}
+            is_dictionary = text_key in kinds and pyarrow.types.is_dictionary(kinds[text_key])
+            if is_dictionary:
+                kinds[text_key] = kinds[text_key].value_type
+            _check_column(path, text_key, {name: str(kind) for name, kind in kinds.items()})
             weight = os.path.getsize(path) / max(file.metadata.num_rows, 1)
             batches = file.iter_batches(batch_size=PARQUET_ROWS, columns=[text_key])
             # As bytes, which `text_of` decodes: a column of text may hold what is not UTF-8.
             columns = (batch.column(0) for batch in batches)
+            columns = (column.dictionary_decode() for column in columns) if is_dictionary else columns
             texts = chain.from_iterable(column.cast(BYTES_OF[str(column.type)]).to_pylist() for column in columns)
             for number, text in enumerate(texts, 1):
                 yield Document(path, number, text, weight)

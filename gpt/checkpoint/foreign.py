@@ -47,6 +47,9 @@ def load_foreign(folder: Path, writer: str, state: TrainState, samples_before: C
                 "that wrote it, or choose another folder"
             )
     load_state(there, state.model, state.optimizer, naming, with_settings=False)
+    for name, tensor in DistributedState(state.model, None).state_dict()["model"].items():
+        if not all(chunk.values.isfinite().all() for chunk in tensor.chunks):
+            raise ConfigError(f"{folder} has values of {name} that are not finite; choose an earlier checkpoint")
     step, num_samples = there.count("global_steps"), there.count("global_samples")
     step = there.count(f"state.{first}.step") if step is None else step
     if step is None:

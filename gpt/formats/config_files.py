@@ -6,6 +6,7 @@ are left out: they are read as something else than they seem to be.
 """
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,8 +14,10 @@ from typing import Any, ClassVar
 import yaml
 
 from parallel.validation.errors import ConfigError
+from parallel.validation.fields import shown
 
 MAX_DEPTH = 50
+SURROGATE_PAIR = re.compile("[\ud800-\udbff][\udc00-\udfff]")
 PREFIX = "tag:yaml.org,2002:"
 # Of scalars without quotes: the type, the pattern, and the characters with which it may begin.
 SCALARS = (
@@ -72,6 +75,18 @@ class _Loader(yaml.SafeLoader):
         section.lines = {key.value: key.start_mark.line + 1 for key, _ in node.value}
         section.update({key.value: self.construct_object(value, deep=True) for key, value in node.value})
 
+    def construct_number(self, node: yaml.ScalarNode) -> float:
+        """Return a number, which is infinite only if it is written as .inf."""
+        value: float = self.construct_yaml_float(node)
+        if math.isinf(value) and "inf" not in node.value.lower():
+            raise yaml.MarkedYAMLError(None, None, f"{node.value} is too large for a number", node.start_mark)
+        return value
+
+    def construct_text(self, node: yaml.ScalarNode) -> str:
+        """Return a text, in which two escapes may stand for one character, as in JSON."""
+        text: str = self.construct_yaml_str(node)
+        return SURROGATE_PAIR.sub(lambda pair: pair[0].encode("utf-16", "surrogatepass").decode("utf-16"), text)
+
 
 class _Dumper(yaml.SafeDumper):
     """A dumper that quotes each text that the loader, or another one, would read as something else."""
@@ -81,6 +96,8 @@ for _type, _pattern, _first in SCALARS:
     for _class in (_Loader, _Dumper):
         _class.add_implicit_resolver(f"{PREFIX}{_type}", re.compile(rf"^(?:{_pattern})$"), _first)
 _Loader.add_constructor(f"{PREFIX}map", _Loader.construct_section)
+_Loader.add_constructor(f"{PREFIX}float", _Loader.construct_number)
+_Loader.add_constructor(f"{PREFIX}str", _Loader.construct_text)
 
 
 def read_text(path: Path, name: str) -> str:
@@ -138,8 +155,13 @@ def read_json(path: Path, name: str) -> Any:
             keys.add(key)
         return dict(pairs)
 
+    def number(digits: str) -> float:
+        if math.isinf(value := float(digits)):
+            raise ConfigError(f"{name} has the number {shown(digits)}, which is too large; correct it")
+        return value
+
     try:
-        return json.loads(text, object_pairs_hook=without_duplicates)
+        return json.loads(text, object_pairs_hook=without_duplicates, parse_float=number)
     except ConfigError:  # a ValueError, as json's own
         raise
     except ValueError as error:

@@ -77,6 +77,11 @@ def rate_change(config: ScheduleConfig, lr: float, num_steps: int, step: int, ra
 def _decay_span(config: ScheduleConfig, num_steps: int) -> tuple[int, int]:
     """Return the step at which the decay begins and the step at which it has ended."""
     end = num_steps if config.decay_steps is None else config.decay_steps
+    if config.decay == "wsd" and (config.wsd_decay_steps or 0) > end:
+        raise ConfigError(
+            f"schedule.wsd_decay_steps={config.wsd_decay_steps} is above the {end} steps of schedule.decay_steps or "
+            f"of the run; choose {end} or less"
+        )
     latest_start = end - (config.wsd_decay_steps or 0) if config.decay == "wsd" else end
     if config.warmup_steps > latest_start and config.decay != "constant":
         raise ConfigError(

@@ -122,6 +122,7 @@ def test_the_path_setting_is_prefixes_with_all_or_no_weights(path, expected):
         ("0:/a", "data.path=0:/a has the weight 0; weights must be above 0"),
         ("-1:/a", "weight -1"),
         ("nan:/a", "weight nan"),
+        (["1e308:/a", "1e308:/b"], "weight 1e308; weights must be above 0, and at most 1e"),
         ("inf:/a", "weight inf"),
     ],
 )

@@ -68,8 +68,18 @@ def test_a_sequence_longer_than_the_data_is_reported_with_both_numbers(write_cor
     assert _packed(prefix, seq_length=7).samples_per_epoch == 1
     with pytest.raises(DataError, match=r"2 documents with 8 tokens are fewer than model.seq_length \+ 1 = 9; lower"):
         _packed(prefix, seq_length=8)
-    with pytest.raises(DataError, match=r"0 documents with 0 tokens .* change data.split"):
+    with pytest.raises(DataError, match=r"has 2 documents, .*=\[1, 0, 0\] leaves 0 for test; change data.split"):
         open_samples(prefix, "test", split=[1, 0, 0], seq_length=1, seed=1)
+    single = write_corpus([[1] * 40], "single")
+    with pytest.raises(DataError, match=r"has 1 documents, of which .* leaves 0 for validation"):
+        open_samples(single, "validation", split=[0.98, 0.01, 0.01], seq_length=1, seed=1)
+
+
+def test_documents_of_one_token_have_nothing_to_predict_if_they_are_kept_apart(write_corpus):
+    prefix = write_corpus([[1]] * 40)
+    assert _packed(prefix).samples_per_epoch == 4
+    with pytest.raises(DataError, match=r"40 documents with 40 tokens have no prediction .*=false"):
+        _packed(prefix, masks_documents=True)
 
 
 @pytest.fixture

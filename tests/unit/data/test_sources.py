@@ -43,6 +43,17 @@ def test_the_weights_of_all_documents_are_that_of_their_file(tmp_path: Path, end
     assert min(weights) >= 0
 
 
+def test_a_column_of_parquet_may_be_a_dictionary_of_texts(tmp_path: Path):
+    texts = ["one", None, "two", "one"]
+    columns = {"text": pa.array(texts).dictionary_encode(), "number": pa.array([1, 2, 1, 1]).dictionary_encode()}
+    parquet.write_table(pa.table(columns | {"list": [["one"]] * 4}), tmp_path / "a.parquet")
+    documents = Source([str(tmp_path / "a.parquet")]).documents()
+    assert [text_of(document, "text") for document in documents] == ["one", "", "two", "one"]
+    for name in ("number", "list"):
+        with pytest.raises(DataError, match=f"has no column of text called {name}"):
+            list(Source([str(tmp_path / "a.parquet")], name).documents())
+
+
 def test_a_parquet_file_without_rows_has_no_documents(tmp_path: Path):
     parquet.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "a.parquet")
     assert list(Source([str(tmp_path / "a.parquet")]).documents()) == []

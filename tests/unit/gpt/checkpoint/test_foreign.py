@@ -58,9 +58,11 @@ def test_a_run_of_this_gpt_goes_on_and_a_line_says_where_in_the_data(tmp_path: P
 def test_what_does_not_fit_is_refused_by_name(tmp_path: Path):
     save(tmp_path / "more", extra=torch.zeros(3))
     save(tmp_path / "saved")
+    save(tmp_path / "nan", **{"final_norm.weight": torch.full((8,), torch.nan)})
     dcp.save({"model": torch.nn.Linear(2, 2).state_dict()}, checkpoint_id=tmp_path / "linear", no_dist=True)
     for name, model, error in (
         ("more", {}, "has 'extra', which is no parameter of this model"),
+        ("nan", {}, r"has values of final_norm.weight that are not finite; choose an earlier"),
         ("saved", {"mlp_width": 16}, r"mlp\.up\.weight is \[32, 8\] there and \[16, 8\] here"),
         ("linear", {}, r"has 0 tensors whose names end in transformer\.wte\.weight"),
         ("linear", {"mup_base_width": 4}, r"has no token_embedding\.weight, and no names .*mup_base_width=4"),

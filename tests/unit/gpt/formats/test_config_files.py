@@ -35,12 +35,19 @@ def assert_refused(read: Callable[[Path, str], object], path: Path, content: byt
         (b"a: 1\n---\na: 2\n", ", line 2: but found another document; correct it"),
         (b"a: " + b"1" * 5000, " contains a number with too many digits; shorten it"),
         (b"a: &a\n  b: *a\n", ", line 1: found unconstructable recursive node; correct it"),
+        (b"a: 1\nb: 1e309\n", ", line 2: 1e309 is too large for a number; correct it"),
         (b"- a\n", " contains no section of names and values; correct it or give another file"),
         (b"", " contains no section of names and values; correct it or give another file"),
     ],
 )
 def test_a_yaml_file_with_a_mistake_is_refused_by_name_and_line(tmp_path: Path, content: bytes, message: str):
     assert_refused(read_section, tmp_path / "c.yaml", content, message)
+
+
+def test_an_emoji_may_be_escaped_as_in_json():
+    assert (
+        parse_yaml('a: "\\ud83d\\ude00!"', "") == {"a": "\N{GRINNING FACE}!"} == json.loads('{"a": "\\ud83d\\ude00!"}')
+    )
 
 
 @pytest.mark.parametrize(
@@ -50,6 +57,7 @@ def test_a_yaml_file_with_a_mistake_is_refused_by_name_and_line(tmp_path: Path, 
         (b'{"a": 1, "b": {"c": 1, "c": 2}}', " has the key c twice; remove one"),
         (b'{"a": \xff}', ", line 1 is not UTF-8; save the file in UTF-8"),
         (b'{"a": ' + b"1" * 5000 + b"}", " is not a JSON file: Exceeds the limit"),
+        (b'{"a": [-1e309]}', " has the number -1e309, which is too large; correct it"),
         (b'{"a": 1', " is not a JSON file: Expecting ',' delimiter: line 1"),
         (b"", " is not a JSON file: Expecting value: line 1"),
     ],

@@ -77,6 +77,10 @@ WSD, RAMPED = ScheduleConfig(0, 15, "wsd", wsd_decay_steps=8), batches(2, 16, Ra
     ("make", "message"),
     [
         (lambda: learning_rate(ScheduleConfig(min_lr=1e-3), 1e-4, 0, 20), "min_lr=0.001 .* optimizer.lr=0.0001"),
+        (
+            lambda: learning_rate(ScheduleConfig(decay="wsd", wsd_decay_steps=101), 1.0, 0, 100),
+            "schedule.wsd_decay_steps=101 is above the 100 steps .*; choose 100 or less",
+        ),
         (lambda: ScheduleConfig(decay="wsd"), "schedule.wsd_decay_steps=null, .*decay=wsd"),
         (lambda: learning_rate(ScheduleConfig(warmup_steps=30), 1, 0, 20), "warmup_steps=30 is above the 20 steps"),
         (lambda: learning_rate(WSD, 1, 0, 20), "schedule.warmup_steps=15 is above the 12 steps"),
