@@ -10,6 +10,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from data.errors import DataError
 from data.sidecar import Sidecar
 from data.tokenizer import Tokenizer, library_errors, read_backend, tokenizer_path
+from parallel.validation.files import FACTS_BYTES, read_limited
 
 TRAINED_EOD = "<|endoftext|>"
 KNOWN_EOD_TOKENS = (TRAINED_EOD, "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>")
@@ -71,7 +72,7 @@ def configuration_of(folder: Path) -> dict[str, object]:
     """Return the content of tokenizer_config.json in a folder; nothing if there is no such file."""
     path = folder / "tokenizer_config.json"
     try:
-        content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        content = json.loads(read_limited(path, FACTS_BYTES)) if path.is_file() else {}
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"cannot read {path}: {error}; correct it or give tokenizer.json itself") from None
     return content if isinstance(content, dict) else {}

@@ -23,6 +23,7 @@ import numpy as np
 from data.documents import joined_apart
 from data.errors import DataError
 from data.sidecar import file_checksum
+from parallel.validation.files import FACTS_BYTES, read_limited
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def cached_order(folder: Path, stem: str, order_type: type[Any], build: Callable
     if not _exist(paths, checksums):
         _save(build(), paths, checksums)
     try:
-        if checks and json.loads(checksums.read_bytes()) != _checksums(paths.values()):
+        if checks and json.loads(read_limited(checksums, FACTS_BYTES)) != _checksums(paths.values()):
             raise ValueError("its files are not those that were written")
         return order_type(**{name: np.load(path, mmap_mode="r") for name, path in paths.items()})
     except (OSError, ValueError, RecursionError) as error:

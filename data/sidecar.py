@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from data.errors import DataError
+from parallel.validation.files import FACTS_BYTES, read_limited
 
 TOKENS, INDEX, TOKENIZER = ".bin", ".idx", ".tokenizer.json"  # the files whose checksums are recorded
 OWN_CHECKSUM = "crc32"
@@ -54,7 +55,7 @@ class Sidecar:
         """Read PREFIX.json. Raises DataError if it is not what `save` wrote; without a checksum, if a type is wrong."""
         path = cls.path(prefix)
         try:
-            facts = json.loads(path.read_text(encoding="utf-8"))
+            facts = json.loads(read_limited(path, FACTS_BYTES))
             if not isinstance(facts, dict):
                 raise ValueError(f"it is a JSON {type(facts).__name__}, not an object")
             has_checksum, checksum = OWN_CHECKSUM in facts, facts.pop(OWN_CHECKSUM, None)

@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
+from io import BufferedReader
 from itertools import chain, islice
 from pathlib import Path
 from textwrap import shorten
@@ -33,7 +34,8 @@ NOT_IN_STDLIB |= {"encodings", "pydoc_data"}  # generated tables, a fifth of all
 PARQUET_ROWS = 256  # that are read at once
 MAX_KEYS_SHOWN = 200  # characters of the names of keys, in an error message
 MAX_DOCUMENT_BYTES = 64 << 20  # a document is encoded as a whole, which takes many times its size in memory
-
+MAX_LINE_BYTES = 2 * MAX_DOCUMENT_BYTES  # of JSON, in which a document may have escapes and other keys beside it
+MAX_SKIPPED_LINES = 8  # parts as long as a line that are read to find the end of one that is too long
 
 # Columns of text in Arrow, and the types as which their bytes are read
 BYTES_OF = {"string": "binary", "large_string": "large_binary", "string_view": "binary_view"}
@@ -246,11 +248,25 @@ def _read_json_lines(path: str) -> Iterator[Document]:
     position = 0
     try:
         with open(path, "rb") as file, gzip.open(file) if path.endswith(".gz") else file as lines:
-            for number, line in enumerate(lines, 1):
+            for number, line in enumerate(iter(partial(lines.readline, MAX_LINE_BYTES + 1), b""), 1):
+                content: bytes | DataError | None = None if line.isspace() else line
+                if len(line) > MAX_LINE_BYTES:
+                    place = f"{path}:{number}"
+                    content = DataError(f"{place} is a line of more than {MAX_LINE_BYTES:,} bytes; split its document")
+                    _skip_line(lines, place)
                 weight, position = file.tell() - position, file.tell()
-                yield Document(path, number, None if line.isspace() else line, weight)
+                yield Document(path, number, content, weight)
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"cannot read {path}: {error}; correct it or leave it out") from None
+
+
+def _skip_line(lines: gzip.GzipFile | BufferedReader, place: str) -> None:
+    """Read the rest of a line. Raises DataError if even this is too long, as a line of a small .gz may be."""
+    for _ in range(MAX_SKIPPED_LINES):
+        if not (part := lines.readline(MAX_LINE_BYTES)) or part.endswith(b"\n"):
+            return
+    most = MAX_LINE_BYTES * MAX_SKIPPED_LINES
+    raise DataError(f"{place} is a line of more than {most:,} bytes, too long to be skipped; leave out its file")
 
 
 def _read_parquet(path: str, text_key: str) -> Iterator[Document]:

@@ -15,6 +15,7 @@ from data.sidecar import TOKENIZER, Sidecar
 from parallel.validation.paths import unlink_link
 
 MAX_ID = 2**31 - 1  # of a token, which is stored as i32
+MAX_FILE_BYTES = 128 << 20  # of a tokenizer.json, which takes several times as much memory
 NOT_A_BYTE = "\N{CJK UNIFIED IDEOGRAPH-65E5}"  # of which a byte-level tokenizer makes characters of its alphabet
 
 
@@ -154,6 +155,8 @@ def identity_of(prefix: str | Path) -> tuple[str, int, int | None] | None:
 
 def read_backend(path: Path) -> tokenizers.Tokenizer:
     """Return what the library reads from a tokenizer.json file. Raises DataError if it cannot."""
+    if path.is_file() and path.stat().st_size > MAX_FILE_BYTES:
+        raise DataError(f"the tokenizer {path} has more than {MAX_FILE_BYTES:,} bytes; give another")
     with library_errors(f"cannot read the tokenizer {path}", "give another"):
         return tokenizers.Tokenizer.from_file(str(path))
 

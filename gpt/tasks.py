@@ -26,7 +26,10 @@ from data.tokenizer import Tokenizer
 from gpt.generate import attention_of_any_length, evaluation
 from parallel.mesh import Mesh
 from parallel.validation.errors import ConfigError
+from parallel.validation.files import read_limited
 from zero.engine import ZeroDataParallel
+
+MAX_FILE_BYTES = 128 << 20  # of the questions of a task
 
 
 @dataclass(frozen=True)
@@ -83,9 +86,15 @@ def perplexity_of(nll: float) -> float:
 
 
 def _hellaswag(row: dict[str, Any]) -> Question:
+    def without_marks(line: str) -> str:
+        """Return a line without what is in brackets; after the last "]" there is none, and the search would be long."""
+        before, bracket, after = line.rpartition("]")
+        return re.sub(r"\[.*?\]", "", before + bracket) + after
+
     def cleaned(text: str) -> str:
         """Return the text without the marks of WikiHow."""
-        return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
+        lines = text.strip().replace(" [title]", ". ").split("\n")
+        return "\n".join(map(without_marks, lines)).replace("  ", " ")
 
     context = f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}"
     return Question(cleaned(context), [cleaned(ending) for ending in row["endings"]], int(row["label"]))
@@ -118,7 +127,8 @@ def load_task(path: Path, tokenizer: Tokenizer, seq_length: int, num_questions: 
     Raises DataError if the file cannot be read as one of FORMATS.
     """
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # other separators may stand in a text
+        text = read_limited(path, MAX_FILE_BYTES).decode("utf-8")
+        lines = text.split("\n")  # other separators may stand in a text
     except (OSError, UnicodeError) as error:
         raise DataError(f"cannot read the task {path}: {error}; correct train.tasks") from None
     rows = islice(((number, line) for number, line in enumerate(lines, 1) if line.strip()), num_questions)

@@ -1,8 +1,9 @@
 """Reads the YAML and JSON files that users write: an error names the file and the line.
 
 Beyond what the formats require, a key may not appear twice, files are UTF-8, and values are nested at most
-`MAX_DEPTH` deep: the parsers are recursive. Of YAML 1.1, words such as `yes`, octal and base-60 numbers, dates and tags
-are left out: they are read as something else than they seem to be.
+`MAX_DEPTH` deep: the parsers are recursive. Files have at most 1 MiB, and at most `MAX_VALUES` values, where an alias
+counts as what it stands for. Of YAML 1.1, words such as `yes`, octal and base-60 numbers, dates, tags and merges of
+keys are left out: they are read as something else than they seem to be, or grow without a limit.
 """
 
 import json
@@ -15,8 +16,11 @@ import yaml
 
 from parallel.validation.errors import ConfigError
 from parallel.validation.fields import shown
+from parallel.validation.files import SETTINGS_BYTES, read_limited
 
 MAX_DEPTH = 50
+MAX_VALUES = 20_000  # of a YAML file, as they are without aliases
+MAX_KEY = 200  # characters
 SURROGATE_PAIR = re.compile("[\ud800-\udbff][\udc00-\udfff]")
 PREFIX = "tag:yaml.org,2002:"
 # Of scalars without quotes: the type, the pattern, and the characters with which it may begin.
@@ -44,7 +48,11 @@ class _Loader(yaml.SafeLoader):
     """A loader that is strict, and notes lines. Its parser is written in Python: libyaml's would exhaust the stack."""
 
     yaml_implicit_resolvers: ClassVar[dict[str, list[tuple[str, re.Pattern[str]]]]] = {}
-    depth = 0
+    depth = num_values = 0
+
+    def __init__(self, stream: str):
+        super().__init__(stream)
+        self.sizes: dict[int, int] = {}  # the numbers of values in the nodes of anchors
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event = self.peek_event()
@@ -52,9 +60,17 @@ class _Loader(yaml.SafeLoader):
             raise yaml.MarkedYAMLError(None, None, f"nested more than {MAX_DEPTH} deep", event.start_mark)
         if getattr(event, "tag", None) is not None:
             raise yaml.MarkedYAMLError(None, None, f"the tag {event.tag} is not supported", event.start_mark)
+        before = self.num_values
         self.depth += 1
         node = super().compose_node(parent, index)
         self.depth -= 1
+        if isinstance(event, yaml.AliasEvent):
+            self.num_values += self.sizes.get(id(node), 1)
+        else:
+            self.num_values += 1
+            self.sizes[id(node)] = self.num_values - before
+        if self.num_values > MAX_VALUES:
+            raise yaml.MarkedYAMLError(None, None, f"more than {MAX_VALUES} values", event.start_mark)
         return node
 
     def compose_mapping_node(self, anchor: str | None) -> yaml.Node:
@@ -63,6 +79,10 @@ class _Loader(yaml.SafeLoader):
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 raise yaml.MarkedYAMLError(None, None, "a key is not a single word", key.start_mark)
+            if key.tag == f"{PREFIX}merge":
+                raise yaml.MarkedYAMLError(None, None, "keys cannot be merged by <<, write them out", key.start_mark)
+            if len(key.value) > MAX_KEY:
+                raise yaml.MarkedYAMLError(None, None, f"a key of more than {MAX_KEY} characters", key.start_mark)
             if key.value in names:
                 raise yaml.MarkedYAMLError(None, None, f"the key {key.value} is here twice", key.start_mark)
             names.add(key.value)
@@ -71,7 +91,6 @@ class _Loader(yaml.SafeLoader):
     def construct_section(self, node: yaml.MappingNode) -> Any:
         section = Section()
         yield section
-        self.flatten_mapping(node)
         section.lines = {key.value: key.start_mark.line + 1 for key, _ in node.value}
         section.update({key.value: self.construct_object(value, deep=True) for key, value in node.value})
 
@@ -103,7 +122,7 @@ _Loader.add_constructor(f"{PREFIX}str", _Loader.construct_text)
 def read_text(path: Path, name: str) -> str:
     """Return the text of a file. Raise ConfigError, which begins with `name`, if it is not a file of UTF-8."""
     try:
-        content = path.read_bytes()
+        content = read_limited(path, SETTINGS_BYTES)
     except (OSError, ValueError) as error:  # ValueError: the path contains a null byte
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"{name} cannot be read ({reason}); give another file") from error
@@ -171,7 +190,7 @@ def read_json(path: Path, name: str) -> Any:
 def check_depth(text: str, name: str) -> None:
     """Raise ConfigError if the brackets of a JSON text are nested too deep for a recursive parser."""
     depth = 0
-    for token in re.finditer(r'"(?:\\.|[^"\\])*"|[\[\]{}]', text, re.DOTALL):
+    for token in re.finditer(r'"(?:\\.|[^"\\])*(?:"|\Z)|[\[\]{}]', text, re.DOTALL):
         depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(token[0], 0)
         if depth > MAX_DEPTH:
             line = text[: token.start()].count("\n") + 1

@@ -9,9 +9,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import yaml
 from rich.table import Table
 
+from gpt.formats.config_files import read_section
 from gpt.monitor.console import make_console, print_table
 from gpt.monitor.plot import plot_losses
 from gpt.run_folder.files import CONFIG, METRICS, read_steps
@@ -88,8 +88,8 @@ def settings_table(runs: dict[str, dict[str, Any]]) -> Table:
 def read_settings(folder: Path) -> dict[str, Any]:
     """Return {dotted name: value} of a run's settings; nothing if its config.yaml is missing or cannot be read."""
     try:
-        return dotted(yaml.safe_load((folder / CONFIG).read_text()))
-    except (OSError, ValueError, yaml.YAMLError):
+        return dotted(read_section(folder / CONFIG, CONFIG))
+    except ConfigError:
         return {}
 
 

@@ -37,6 +37,7 @@ from gpt.pretrained.tokenizer_files import (
 )
 from gpt.shape.config import ModelConfig, parameter_shapes
 from parallel.validation.errors import ConfigError
+from parallel.validation.files import SETTINGS_BYTES, read_limited
 from zero.state.export import FILE_BYTES, write_folder
 from zero.state.schema import Schema, check, parse_json, shown
 from zero.state.tensor_file import TensorFile
@@ -149,7 +150,7 @@ def model_options(folder: Path) -> dict[str, Any]:
 
 def _read_config(path: Path) -> tuple[Family, ModelConfig]:
     try:
-        content = path.read_bytes()
+        content = read_limited(path, SETTINGS_BYTES)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}; it describes the weights beside it") from error
     found = {"model_type": "gpt2", **parse_json(content, {}, path)}

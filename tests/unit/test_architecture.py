@@ -62,8 +62,8 @@ FLOORS = {
     "gpt/builder":            "parallel parallel/tensor zero/* gpt/shape gpt/kernels gpt/model gpt/settings "
                             "gpt/pretrained",
     "gpt/checkpoint":       "parallel data zero/* gpt/shape gpt/run_folder gpt/settings gpt/pretrained gpt/builder",
-    "gpt/monitor":          "parallel parallel/tensor zero/* gpt/shape gpt/model gpt/run_folder gpt/settings "
-                            "gpt/builder",
+    "gpt/monitor":          "parallel parallel/tensor zero/* gpt/formats gpt/shape gpt/model gpt/run_folder "
+                            "gpt/settings gpt/builder",
     "gpt":                  "parallel parallel/tensor parallel/launch data zero/* gpt/shape gpt/kernels gpt/model "
                             "gpt/run_folder gpt/settings gpt/pretrained gpt/builder gpt/checkpoint gpt/monitor",
     "pretrain_gpt.py":      "parallel data zero/* gpt/*",

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from parallel.validation.errors import ConfigError, first_line
+from parallel.validation.files import read_limited
 from zero.dcp.safe_reader import FolderReader
 from zero.partition.layout import overlap, rectangles
 from zero.state.schema import shown
@@ -39,6 +40,7 @@ GROWTH_TRACKER = "_growth_tracker"  # in the state of torch's GradScaler: steps 
 LATEST, MODEL_STATES, OPTIM_STATES = "latest", "*_model_states.pt", "*_optim_states.pt"
 UNIVERSAL, WHOLE, COMMON = "zero", "zero/*/*.pt", "zero/optimizer_state.pt"
 FLATS, FLATS_OF_STAGE_3 = "single_partition_of_fp32_groups", "fp32_flat_groups"
+MAX_NAME_BYTES = 1000  # of the name in `latest`
 COUNTERS = ("global_steps", "global_samples")
 WEIGHTS, MOMENTS, GROUPS = "model", "optim.state", "optim.param_groups"  # the beginnings of keys
 CLASSES = {
@@ -104,7 +106,7 @@ class DeepSpeedReader(FolderReader):
 
     def _read(self) -> None:
         if (latest := self._folder / LATEST).is_file():
-            name = Path(latest.read_text().strip()).name
+            name = Path(read_limited(latest, MAX_NAME_BYTES).decode().strip()).name
             if not (self._folder / name).is_dir():
                 raise ConfigError(f"{latest} names {shown(name)}, which is no folder beside it; it is damaged")
             self._folder /= name

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+import re
 import subprocess
 import sysconfig
 import venv
@@ -122,6 +123,16 @@ def test_scores_are_those_of_transformers_and_the_same_at_any_layout(files, tmp_
         for found, of_rank in run_ranks(case.num_ranks, scores_of, case, files, tmp_path):
             torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
             assert of_rank == pytest.approx(metrics)
+
+
+def test_marks_of_wikihow_are_left_out_of_a_text_of_any_length(tmp_path):
+    texts = ["a [b] c", "[[a] b]", "a [b\nc] d [e]\n[f", "] a [", "[" * 200_000, "[\n]" * 9]
+    for text in texts:
+        row = HELLASWAG | {"ctx_a": text, "endings": ["x"], "label": 0, "activity_label": ""}
+        (tmp_path / "a.jsonl").write_text(json.dumps(row))
+        (question,) = load_task(tmp_path / "a.jsonl", tokenizer(), 32).questions
+        expected = text if len(text) > 99 else re.sub(r"\[.*?\]", "", text)
+        assert question.context == f": {expected} He. then".replace("  ", " ")
 
 
 def test_a_run_logs_the_metrics_of_its_tasks_with_a_context_as_without(files, tmp_path):

@@ -149,6 +149,24 @@ def test_a_document_of_the_largest_size_is_read_and_a_larger_one_refused(
         read("a" * 11)
 
 
+@pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz"])
+def test_a_line_that_is_too_long_is_left_out_before_it_is_in_memory(tmp_path, monkeypatch, ending: str):
+    monkeypatch.setattr("data.sources.MAX_LINE_BYTES", 20)
+    file = tmp_path / f"a.{ending}"
+
+    def read(length: int) -> list[Document]:
+        lines = b'{"text": "one"}\n' + b"x" * length + b'\n{"text": "two"}\n'
+        file.write_bytes(gzip.compress(lines) if ending.endswith("gz") else lines)
+        return list(Source([str(file)]).documents())
+
+    one, long, two = read(150)
+    assert (text_of(one, "text"), text_of(two, "text")) == ("one", "two")
+    with pytest.raises(DataError, match=rf"a.{ending}:2 is a line of more than 20 bytes; split its document"):
+        text_of(long, "text")
+    with pytest.raises(DataError, match=rf"a.{ending}:2 is a line of more than 160 bytes, too long to be skip"):
+        read(200)
+
+
 class Rows(list):
     """The rows of a dataset whose columns are not known before they are read; an exception stands for a broken one."""
 

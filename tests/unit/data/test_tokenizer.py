@@ -105,6 +105,16 @@ def test_a_tokenizer_that_is_not_the_one_that_was_written_is_noticed(tmp_path):
         load_tokenizer(tmp_path / "corpus")
 
 
+def test_files_beside_the_tokens_that_are_too_large_are_refused(tmp_path, monkeypatch):
+    Sidecar.path(tmp_path / "corpus").symlink_to("/dev/zero")
+    with pytest.raises(DataError, match=r"corpus.json, .* it has more than 16,777,216 bytes"):
+        load_tokenizer(tmp_path / "corpus")
+    monkeypatch.setattr("data.tokenizer.MAX_FILE_BYTES", 10)
+    train_tokenizer(TEXTS, 270).save(tmp_path / "tokenizer.json")
+    with pytest.raises(DataError, match=r"tokenizer.json has more than 10 bytes; give another"):
+        named_tokenizer(str(tmp_path))
+
+
 def test_a_corpus_without_its_sidecar_is_reported(tmp_path):
     with pytest.raises(DataError, match=r"cannot read .*corpus.json"):
         load_tokenizer(tmp_path / "corpus")

@@ -11,6 +11,8 @@ from gpt.formats.config_files import parse_yaml, read_json, read_section, to_yam
 from parallel.validation.errors import ConfigError
 
 DEEP = 10**5
+# Ten values, and four times ten aliases of the line before.
+LAUGHS = b"".join(b"a%d: &a%d [%s]\n" % (i, i, b", ".join([b"*a%d" % (i - 1) if i else b"1"] * 10)) for i in range(5))
 
 
 def assert_refused(read: Callable[[Path, str], object], path: Path, content: bytes, message: str) -> None:
@@ -35,6 +37,11 @@ def assert_refused(read: Callable[[Path, str], object], path: Path, content: byt
         (b"a: 1\n---\na: 2\n", ", line 2: but found another document; correct it"),
         (b"a: " + b"1" * 5000, " contains a number with too many digits; shorten it"),
         (b"a: &a\n  b: *a\n", ", line 1: found unconstructable recursive node; correct it"),
+        (b"a: &a {x: 1}\nb: {<<: *a}\n", ", line 2: keys cannot be merged by <<, write them out; correct it"),
+        (LAUGHS, ", line 5: more than 20000 values; correct it"),
+        (b"a: [" + b"1," * 20_000 + b"]", ", line 1: more than 20000 values; correct it"),
+        (b"k" * 201 + b"x: 1", ", line 1: a key of more than 200 characters; correct it"),
+        (b"#" * (1 << 20) + b"\n", " cannot be read (it has more than 1,048,576 bytes); give another file"),
         (b"a: 1\nb: 1e309\n", ", line 2: 1e309 is too large for a number; correct it"),
         (b"- a\n", " contains no section of names and values; correct it or give another file"),
         (b"", " contains no section of names and values; correct it or give another file"),
@@ -42,6 +49,17 @@ def assert_refused(read: Callable[[Path, str], object], path: Path, content: byt
 )
 def test_a_yaml_file_with_a_mistake_is_refused_by_name_and_line(tmp_path: Path, content: bytes, message: str):
     assert_refused(read_section, tmp_path / "c.yaml", content, message)
+
+
+def test_an_endless_file_is_refused():
+    for read in (read_section, read_json):
+        with pytest.raises(ConfigError, match=r"^zero cannot be read .it has more than 1,048,576 bytes"):
+            read(Path("/dev/zero"), "zero")
+
+
+def test_a_string_of_escaped_quotes_without_an_end_is_searched_once(tmp_path: Path):
+    content = b'"' + b'\\"' * 400_000
+    assert_refused(read_json, tmp_path / "c.json", content, " is not a JSON file: Unterminated string")
 
 
 def test_an_emoji_may_be_escaped_as_in_json():
@@ -123,10 +141,3 @@ def test_a_section_knows_the_lines_of_its_keys(tmp_path: Path):
     section = read_section(path, "c.yaml")
     assert section == {"a": 1, "b": {"c": [1, 2], "d": "x"}}
     assert (section.lines, section["b"].lines) == ({"a": 2, "b": 3}, {"c": 4, "d": 6})
-
-
-def test_a_section_may_take_over_the_keys_of_another():
-    assert parse_yaml("a: &a {x: 1, y: 2}\nb:\n  <<: *a\n  y: 3\n", "") == {
-        "a": {"x": 1, "y": 2},
-        "b": {"x": 1, "y": 3},
-    }

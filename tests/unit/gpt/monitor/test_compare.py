@@ -56,6 +56,18 @@ def test_settings_that_differ_are_shown_and_no_others(tmp_path, capsys):
     assert "optimizer.eps" not in output
 
 
+ALIASES = "".join(f"b{i}: &b{i} {{x: *b{i - 1}, y: *b{i - 1}}}\n" for i in range(1, 40))
+
+
+@pytest.mark.parametrize("settings", [f"b0: &b0 [1]\n{ALIASES}", f"a: {'[' * 20_000}"], ids=["aliases", "brackets"])
+def test_settings_that_grow_without_a_limit_are_left_out(tmp_path, capsys, settings: str):
+    folders = [write_run(tmp_path / name / "run", [2.0, 1.0]) for name in ("a", "b")]
+    (tmp_path / "a/run/config.yaml").write_text(settings)
+    (tmp_path / "b/run/config.yaml").write_text("a: 1")
+    main([*map(str, folders), "--plot", str(tmp_path / "plot.png")])
+    assert "Settings that differ" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("name", ["missing/plot.png", "plot.unknown"])
 def test_a_plot_that_cannot_be_written_is_named(tmp_path, name):
     folder = write_run(tmp_path / "run", [2.0, 1.0])
