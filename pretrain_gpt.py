@@ -28,7 +28,7 @@ from gpt.builder.host_memory import check_host_memory
 from gpt.builder.train_state import build, build_mesh, num_adding_units, start_options
 from gpt.checkpoint.folder import find_to_train
 from gpt.corpus import Corpus
-from gpt.monitor.console import RunConsole, describe_run, memory_table
+from gpt.monitor.console import RunConsole, describe_run, memory_table, start_logging
 from gpt.monitor.out_of_memory import out_of_memory_recorded
 from gpt.monitor.watch import Watch
 from gpt.pretrained.tokenizer_files import check_same_tokenizer
@@ -108,7 +108,7 @@ def main(watching: Watching | None = None) -> None:
         with messages_in_option_names():
             world = start_world(start_options(settings))
         logging.raiseExceptions = False  # a log on a full disk is no reason to print a traceback for each of its lines
-        logging.basicConfig(level=logging.INFO if world.is_first else logging.ERROR, format="%(message)s")
+        start_logging(world.is_first)
         pretrain(settings, world, watching or nullcontext)
 
 

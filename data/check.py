@@ -9,6 +9,7 @@ import sys
 from data.errors import DataError
 from data.indexed import IndexedDataset, check_index
 from data.sidecar import INDEX, TOKENIZER, TOKENS, Sidecar
+from parallel.validation.errors import printable
 
 
 def check_corpus(prefix: str) -> str:
@@ -33,7 +34,7 @@ def main(arguments: list[str]) -> None:
         for prefix in parser.parse_args(arguments).prefixes:
             sys.stdout.write(f"{check_corpus(prefix)}\n")
     except DataError as error:
-        parser.exit(2, f"data.check: {error}\n")
+        parser.exit(2, f"data.check: {printable(str(error))}\n")
 
 
 if __name__ == "__main__":

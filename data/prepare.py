@@ -31,6 +31,7 @@ from data.sources import Source
 from data.staging import PROGRESS, IndexedWriter, Progress, reserved, staging_folder, token_dtype
 from data.tokenizer import Tokenizer, tokenizer_path
 from parallel.validation.paths import expanded
+from parallel.validation.errors import printable
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -228,9 +229,9 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         facts = _run(args)
     except DataError as error:
-        parser.exit(EXIT_USER_ERROR, f"data.prepare: {error}\n")
+        parser.exit(EXIT_USER_ERROR, f"data.prepare: {printable(str(error))}\n")
     except OSError as error:
-        place = error.filename or args.output
+        place = printable(str(error.filename or args.output))
         parser.exit(
             EXIT_USER_ERROR,
             f"data.prepare: cannot write or read {place} ({error.strerror or error}); make room, or choose another\n",

@@ -15,7 +15,6 @@ perplexities of different vocabularies can be compared, as is customary for Wiki
 """
 
 import argparse
-import logging
 import re
 import sys
 from dataclasses import dataclass, replace
@@ -33,7 +32,7 @@ from gpt.builder.train_state import TrainState, build, build_mesh, start_options
 from gpt.checkpoint.checkpoint import load
 from gpt.checkpoint.folder import find
 from gpt.checkpoint.layout import check_tokenizer, read_run
-from gpt.monitor.console import RunConsole, task_lines
+from gpt.monitor.console import RunConsole, start_logging, task_lines
 from gpt.pretrained.tokenizer_files import check_same_tokenizer
 from gpt.run_folder.files import CHECKPOINTS
 from gpt.settings.data import check_names
@@ -200,7 +199,7 @@ def evaluate_model(arguments: list[str]) -> Score | dict[str, float]:
         )
     text = read_text(Source(own.source, own.text_key, own.subset, own.split)) if own.source else ""
     world = start_world(start_options(settings))
-    logging.basicConfig(level=logging.INFO if world.is_first else logging.ERROR, format="%(message)s")
+    start_logging(world.is_first)
     state, origin = load_model(settings, own.weights, world)
     tokenizer = find_tokenizer(own.tokenizer, settings.data.path, settings.model.vocab_size)
     _check_tokenizer(Path(origin), is_exported=bool(own.weights), tokenizer=tokenizer)

@@ -20,6 +20,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn
 
+from parallel.validation.errors import printable
+
 EXIT_ABORTED, EXIT_USER_ERROR, EXIT_LOST = 1, 2, 3
 
 
@@ -30,7 +32,7 @@ def end_process(code: int, reason: str = "", report: Callable[[], object] = lamb
     """
     try:
         with suppress(OSError):  # a full disk must not change the exit code
-            sys.stderr.write(f"error: {reason}\n" if reason else "")
+            sys.stderr.write(f"error: {printable(reason)}\n" if reason else "")
             sys.stderr.flush()
         report()
     finally:

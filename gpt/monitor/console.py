@@ -22,6 +22,7 @@ from gpt.monitor.units import count
 from gpt.settings.settings import Settings
 from gpt.settings.training import TrainSettings
 from parallel.tensor.linear_cross_entropy import temporary_bytes
+from parallel.validation.errors import printable
 from zero.activations.stores import STORES, stored_bytes
 from zero.formulas import memory
 from zero.memory.placement import Placement
@@ -31,6 +32,20 @@ logger = logging.getLogger(__name__)
 
 ROWS_PER_HEADING = 20
 LOG_WIDTH = 200  # of tables in a file or a pipe, where nothing is cut to the width of a terminal
+
+
+class _PrintableFormatter(logging.Formatter):
+    """A formatter of lines in which names may stand that come from files."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
+def start_logging(is_first: bool) -> None:
+    """Print what is logged, in lines without a heading; of ranks other than the first one, errors only."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(_PrintableFormatter("%(message)s"))
+    logging.basicConfig(level=logging.INFO if is_first else logging.ERROR, handlers=[handler])
 
 
 def make_console(is_quiet: bool = False) -> Console:
@@ -75,7 +90,7 @@ class RunConsole:
 
     def say(self, text: str) -> None:
         """Print lines of text."""
-        self._print(Text(text))
+        self._print(Text(printable(text)))
 
     def report(self, text: str) -> None:
         """Print a line of text after the time of day. Other threads may call it."""

@@ -6,6 +6,7 @@ config.json, model.safetensors.index.json, model-00001-of-00003.safetensors, ...
 import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ from zero.state.schema import Schema, check, parse_json, shown
 from zero.state.tensor_file import TensorFile
 
 CONFIG = "config.json"
+ONE_MODEL = "give weights and configuration of one model"
 logger = logging.getLogger(__name__)
 # Fields of a ModelConfig in which a folder and a run may differ: in any model, and by its positions.
 MAY_DIFFER = {"dropout", "vocab_multiple", "attention", "mup_base_width"}
@@ -115,14 +117,16 @@ def check_shapes(
     left = dict(found)
     for name, shape in expected:
         if (own := left.pop(name, None)) is None:
-            raise ConfigError(f"{origin} lacks the parameter {name}; its configuration is that of another model")
+            raise ConfigError(f"{origin} lacks the parameter {name} of its configuration; {ONE_MODEL}")
         if tuple(own) != shape:
             raise ConfigError(
-                f"{origin}: the parameter {name} has the shape {list(own)}, by its configuration {list(shape)}; one of "
-                "them is that of another model"
+                f"{origin}: the parameter {name} has the shape {list(own)}, by its configuration {list(shape)}; "
+                f"{ONE_MODEL}"
             )
     if left:
-        raise ConfigError(f"{origin} has {shown(next(iter(left)))}, which is no parameter of the model it describes")
+        raise ConfigError(
+            f"{origin} has {shown(next(iter(left)))}, which is no parameter of its configuration; {ONE_MODEL}"
+        )
 
 
 def read_pretrained(folder: Path) -> tuple[ModelConfig, PretrainedWeights]:
@@ -130,8 +134,20 @@ def read_pretrained(folder: Path) -> tuple[ModelConfig, PretrainedWeights]:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ConfigError(f"{folder} holds 0 .safetensors files, 1 or more are needed; convert the weights first")
-    family, config = _read_config(folder / CONFIG)
-    return config, PretrainedWeights(folder, files, family, config)
+    with _remedy_in_errors(folder):
+        family, config = _read_config(folder / CONFIG)
+        return config, PretrainedWeights(folder, files, family, config)
+
+
+@contextmanager
+def _remedy_in_errors(folder: Path) -> Iterator[None]:
+    """Add what to do to errors of this block that do not say it: those of files that are damaged."""
+    try:
+        yield
+    except ConfigError as error:
+        if "; " in str(error):
+            raise
+        raise ConfigError(f"{error}; copy the files of {folder} again, or give another folder") from error
 
 
 def model_options(folder: Path) -> dict[str, Any]:
@@ -139,7 +155,8 @@ def model_options(folder: Path) -> dict[str, Any]:
 
     Raises ConfigError if the configuration cannot be read, or is that of a model that is not supported.
     """
-    _, config = _read_config(folder / CONFIG)
+    with _remedy_in_errors(folder):
+        _, config = _read_config(folder / CONFIG)
     values = {f"model.{field.name}": (getattr(config, field.name), field.default) for field in fields(ModelConfig)}
     options = {name: value for name, (value, default) in values.items() if value != default}
     if config.rope_scaling is not None:
@@ -152,7 +169,9 @@ def _read_config(path: Path) -> tuple[Family, ModelConfig]:
     try:
         content = read_limited(path, SETTINGS_BYTES)
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}; it describes the weights beside it") from error
+        raise ConfigError(
+            f"{path} cannot be read: {error.strerror}; give a folder that has it beside the weights"
+        ) from error
     found = {"model_type": "gpt2", **parse_json(content, {}, path)}
     check(found, {"model_type": str}, path)
     if found["model_type"] not in FAMILIES:
@@ -199,7 +218,8 @@ def load_pretrained(model: GPT, folder: Path) -> None:
             f"window of as many, and windows are not supported; choose model.seq_length={config.seq_length} or less"
         )
     try:
-        load_weights(model, weights)
+        with _remedy_in_errors(folder):
+            load_weights(model, weights)
     except ConfigError as error:
         raise ConfigError(f"{folder}: {error}") from error
 

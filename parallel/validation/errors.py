@@ -34,8 +34,16 @@ def exit_on_config_error(*others: type[Exception]) -> Iterator[None]:
     try:
         yield
     except user_errors as error:
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write(f"error: {printable(str(error))}\n")
         sys.exit(2)
+
+
+def printable(text: str) -> str:
+    """Return a text without the characters that control a terminal, or hide a part of it: names in files may have them.
+
+    Ends of lines and tabs remain.
+    """
+    return "".join(each if each.isprintable() or each in "\n\t" else repr(each)[1:-1] for each in text)
 
 
 def first_line(error: BaseException) -> str:

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from parallel.validation.errors import ConfigError, first_line
 from parallel.validation.files import read_limited
-from zero.dcp.safe_reader import FolderReader
+from zero.dcp.safe_reader import FolderReader, load_plain
 from zero.partition.layout import overlap, rectangles
 from zero.state.schema import shown
 
@@ -190,7 +190,7 @@ class DeepSpeedReader(FolderReader):
             for path in paths:
                 if foreign := torch.serialization.get_unsafe_globals_in_checkpoint(path):
                     raise ConfigError(f"{path} names {foreign[0]}, which no such file has; choose another folder")
-            return {path: torch.load(path, map_location="cpu", weights_only=True, mmap=True) for path in paths}
+            return {path: load_plain(path, map_location="cpu", mmap=True) for path in paths}
 
     def _add(self, key: str, shape: torch.Size, elements: range, values: Tensor) -> None:
         """Add consecutive elements of a tensor as rectangles, also under the other names of a tied parameter."""

@@ -35,6 +35,15 @@ KNOWN_CLASSES = {
 }
 
 
+def load_plain(file: Any, **options: Any) -> Any:
+    """Return the tensors and plain values of a file. Raises ValueError if it has others: they could execute code."""
+    try:
+        return torch.load(file, weights_only=True, **options)
+    except pickle.UnpicklingError as error:  # whose message says how to execute it
+        reason = "a piece of it is damaged, or names what is no tensor and no plain value and could execute code"
+        raise ValueError(reason) from error
+
+
 class FolderReader(FileSystemReader):
     """A reader of a folder in which a piece, a tensor or the bytes of a value, is read once for all its parts."""
 
@@ -96,7 +105,7 @@ class SafeReader(FolderReader):
             if item.type is LoadItemType.BYTE_IO or not stream.seekable():
                 stream = io.BytesIO(stream.read(-1))
             is_tensor = item.type is LoadItemType.TENSOR
-            return torch.load(stream, map_location="cpu", weights_only=True) if is_tensor else stream
+            return load_plain(stream, map_location="cpu") if is_tensor else stream
 
 
 class SafePlanner(DefaultLoadPlanner):
@@ -107,7 +116,7 @@ class SafePlanner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: Any) -> None:
         """Load numbers, strings, and lists and dictionaries of them."""
-        self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
+        self.state_dict[read_item.dest_index.fqn] = load_plain(value)
 
 
 class _Unpickler(pickle.Unpickler):

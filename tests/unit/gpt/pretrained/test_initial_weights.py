@@ -1,6 +1,7 @@
 """Folders of initial weights: names, shapes, types and finiteness are checked, and the configuration is needed."""
 
 import logging
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -41,6 +42,7 @@ def assert_refused(folder: Path, message: str, dtype: torch.dtype = torch.float6
     assert "\n" not in str(raised.value)
     assert len(str(raised.value)) < 500
     assert str(folder) in str(raised.value)
+    assert re.search("; (give|choose|copy|convert|correct|keep) ", str(raised.value)), "it says what to do"
 
 
 NORM, QKV, TOKENS = "transformer.ln_f.weight", "transformer.h.1.attn.c_attn.weight", "transformer.wte.weight"
@@ -58,7 +60,7 @@ def change_weights(folder: Path, change: Callable[[Weights], object]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda w: w.pop(NORM), "lacks the parameter ln_f.weight; its config"),
+        (lambda w: w.pop(NORM), "lacks the parameter ln_f.weight of its config"),
         (lambda w: w.update({"transformer.h.2.ln_1.bias": torch.zeros(24)}), "has 'h.2.ln_1.bias'"),
         (lambda w: w.update({NORM: torch.ones(1)}), r"ln_f.weight has the shape \[1\], .* \[24\]"),
         (lambda w: w.update({QKV: w[QKV].T.contiguous()}), r"c_attn.weight has the shape \[72, 24\], .* \[24, 72\]"),

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import pytest
 
-from parallel.validation.errors import ConfigError
+from parallel.validation.errors import ConfigError, exit_on_config_error
 from parallel.validation.fields import NonNegative, PathLength, Positive, Range, checked, shown
 
 
@@ -114,3 +114,10 @@ def test_a_value_is_shown_as_in_yaml_in_one_short_line(value: object, expected: 
 def test_a_path_has_names_and_a_length_that_the_system_takes(path: str, is_accepted: bool):
     expected = None if is_accepted else "is longer than 3000 bytes, or has a name of more than 255"
     assert PathLength().problem(path) == expected
+
+
+def test_a_printed_error_has_no_characters_that_control_a_terminal(capsys):
+    with pytest.raises(SystemExit) as ended, exit_on_config_error():
+        raise ConfigError("a\x1b[2Jb\x07c\u202ed\udc80é 日本\tz\r")
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "error: a\\x1b[2Jb\\x07c\\u202ed\\udc80é 日本\tz\\r\n"

@@ -28,10 +28,29 @@ from zero import (
     load_distributed,
     save,
 )
+from zero.dcp.folder import DistributedFolder
 from zero.dcp.safe_reader import METADATA, SafeReader
 from zero.partition.layout import rectangles
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+class Code:
+    """An object that runs a command when it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return print, ("executed",)
+
+
+def test_a_value_that_would_execute_code_is_refused_without_the_advice_to_execute_it(tmp_path: Path, capsys: Any):
+    model = ZeroDataParallel(torch.nn.Linear(2, 2), Axis.trivial("data"), ZeroConfig(1))
+    content = DistributedState(model).state_dict()
+    dcp.save(content | {"global_steps": Code()}, checkpoint_id=tmp_path, no_dist=True)
+    capsys.readouterr()
+    with pytest.raises(ConfigError, match=r"could execute code\); choose another folder$") as raised:
+        DistributedFolder(tmp_path).count("global_steps")
+    assert "weights_only" not in str(raised.value)
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (3, 4), (2, 3, 4), (2, 1, 3, 2)])
