@@ -37,6 +37,9 @@ LOST_CONNECTION = (
     "Connection refused",
     "remote process exited",
 )
+START_REMEDY = "start ranks with torchrun, or unset RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE for one process"
+NUMBERS_OF_RANKS = range(1, 2**20 + 1)
+SHOWN_CHARACTERS = 60  # of a variable in an error
 LAUNCH_VARIABLE = "ZERO_START_OF_LAUNCH"  # "LAUNCH NUMBER", set by parallel.launch.elastic
 START_SECONDS = 600.0  # for which ranks wait for each other at the start of a job
 FOREVER = timedelta(days=365)
@@ -90,11 +93,43 @@ class World:
 
 
 def rank_from_environment() -> int:
-    return int(os.environ.get("RANK", "0"))
+    """Return the number of this process. Raises ConfigError if the launcher's variables cannot be."""
+    return _number("RANK", 0, range(num_ranks_from_environment()))
 
 
 def num_ranks_from_environment() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    """Return the number of processes of the job. Raises ConfigError if that of the environment cannot be."""
+    return _number("WORLD_SIZE", 1, NUMBERS_OF_RANKS)
+
+
+def _place_on_node() -> tuple[int, int]:
+    """Return the number of this process on its node, and of all processes there."""
+    local_size = _number("LOCAL_WORLD_SIZE", num_ranks_from_environment(), NUMBERS_OF_RANKS)
+    return _number("LOCAL_RANK", 0, range(local_size)), local_size
+
+
+def _number(name: str, default: int, possible: range) -> int:
+    """Return the number in a variable of the environment. Raises ConfigError if it is not one of those `possible`."""
+    text = os.environ.get(name, str(default))
+    try:
+        number = int(text)
+    except ValueError:
+        number = possible.start - 1
+    if number not in possible:
+        raise ConfigError(
+            f"the environment has {name}={text[:SHOWN_CHARACTERS]}, a number from {possible.start} to "
+            f"{possible.stop - 1} is needed; {START_REMEDY}"
+        )
+    return number
+
+
+def _check_rendezvous() -> None:
+    """Raise ConfigError if the environment does not say where the ranks of a job meet."""
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        if not os.environ.get(name):
+            size = num_ranks_from_environment()
+            raise ConfigError(f"the environment has WORLD_SIZE={size} and no {name}; {START_REMEDY}")
+    _number("MASTER_PORT", 0, range(2**16))
 
 
 def start_of_launch() -> tuple[str, int] | None:
@@ -116,11 +151,13 @@ def is_restart() -> bool:
 def start_world(options: StartOptions = StartOptions()) -> World:
     """Create the process group of the ranks that the launcher started: NCCL on GPUs, gloo on CPUs.
 
-    A single process gets no process group. Raises NodeError if the ranks do not fit to the node's GPUs.
+    A single process gets no process group. Raises NodeError if the ranks do not fit to the node's GPUs, and ConfigError
+    if the variables of the launcher are missing, or cannot be.
     """
     size = num_ranks_from_environment()
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(size)))
+    local_rank, local_size = _place_on_node()
+    if size > 1:
+        _check_rendezvous()
     set_variables(os.environ, options.orders_launches, options.record_folder, options.fixes_kernels)
     device = _choose_device(options.device, local_rank, local_size)
     if device.type == "cuda":
@@ -337,7 +374,10 @@ def _count(key: str, is_of_node: bool) -> int:
     Before the process group exists there is no store to count in, and all ranks fail alike: rank 0 counts as the first.
     """
     if not dist.is_initialized():
-        return 1 + (int(os.environ.get("LOCAL_RANK", "0")) if is_of_node else rank_from_environment())
+        with suppress(ConfigError):  # the environment is what is wrong, maybe on this rank only
+            local_rank, _ = _place_on_node()
+            return 1 + (local_rank if is_of_node else rank_from_environment())
+        return 1
     try:
         return default_store().add(key, 1)
     except (RuntimeError, ValueError):

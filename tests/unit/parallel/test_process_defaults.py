@@ -187,6 +187,8 @@ def test_the_first_rank_of_a_node_prints_what_is_wrong_with_the_node(monkeypatch
     monkeypatch.setattr("parallel.world.time.sleep", pauses.append)
     monkeypatch.setenv("RANK", str(rank))
     monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "16")
     exit_with_error(NodeError("n2: no GPU can be used"))
     assert capsys.readouterr().err == "error: n2: no GPU can be used\n" * is_printed
     exit_with_error(ConfigError("a setting that all nodes have"))

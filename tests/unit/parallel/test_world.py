@@ -17,7 +17,16 @@ from parallel import world
 from parallel.ending import EXIT_LOST
 from parallel.store import FAILURE_KEY, shared_store
 from parallel.validation.errors import ConfigError, exit_on_config_error
-from parallel.world import StartOptions, World, exit_as_rank, exit_with_error, imitated_world, start_world, stop_world
+from parallel.world import (
+    StartOptions,
+    World,
+    exit_as_rank,
+    exit_with_error,
+    imitated_world,
+    rank_from_environment,
+    start_world,
+    stop_world,
+)
 
 RESET = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [::1]:4: Connection reset by peer. This"
 
@@ -95,7 +104,8 @@ def test_the_output_of_the_program_is_written_before_it_ends_with_an_error(monke
 
 
 def test_the_ranks_of_gpus_meet_by_nccl(monkeypatch):
-    for name, value in {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+    variables = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in (variables | {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}).items():
         monkeypatch.setenv(name, value)
     gpu, store, of_start = torch.device("cuda", 1), dist.HashStore(), dist.HashStore()
     met, started, given, shared = mock.Mock(return_value=iter([(store, 3, 8)])), mock.Mock(), mock.Mock(), mock.Mock()
@@ -115,6 +125,36 @@ def test_the_ranks_of_gpus_meet_by_nccl(monkeypatch):
     started.assert_called_once_with("nccl", **asked)
     given.assert_called_once_with(os.environ, True, Path("/runs/1"), True)
     shared.assert_called_once_with(os.environ, 2, gpu, True)
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ("RANK=abc", "RANK=abc, a number from 0 to 0"),
+        ("RANK=3", "RANK=3, a number from 0 to 0"),
+        ("WORLD_SIZE=-1", "WORLD_SIZE=-1, a number from 1 to 1048576"),
+        ("WORLD_SIZE=0", "WORLD_SIZE=0, a"),
+        ("LOCAL_RANK=x", "LOCAL_RANK=x, a number from 0 to 0"),
+        ("LOCAL_WORLD_SIZE=0", "LOCAL_WORLD_SIZE=0, a number from 1 to 1048576"),
+        ("WORLD_SIZE=2 RANK=1 LOCAL_RANK=5", "LOCAL_RANK=5, a number from 0 to 1"),
+        ("WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=1", "WORLD_SIZE=2 and no RANK"),
+        ("WORLD_SIZE=2 RANK=0", "WORLD_SIZE=2 and no MASTER_ADDR"),
+        ("WORLD_SIZE=2 RANK=0 MASTER_ADDR=a", "WORLD_SIZE=2 and no MASTER_PORT"),
+        ("WORLD_SIZE=2 RANK=0 MASTER_ADDR=a MASTER_PORT=x", "MASTER_PORT=x, a number from 0 to 65535"),
+    ],
+)
+def test_variables_of_a_launcher_that_cannot_be_end_the_process_with_a_line(monkeypatch, capfd, variables, message):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for variable in variables.split():
+        monkeypatch.setenv(*variable.split("="))
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    monkeypatch.setattr(world, "share_cores", lambda *_: None)
+    with pytest.raises(SystemExit) as ended, exit_as_rank():
+        assert rank_from_environment() == start_world(StartOptions(device="cpu")).rank
+    assert ended.value.code == 2
+    line = rf"error: the environment has {message}.*; start ranks with torchrun, .*\n"
+    assert re.fullmatch(line, capfd.readouterr().err)
 
 
 def test_a_process_alone_starts_no_process_group(monkeypatch):

@@ -34,6 +34,7 @@ def test_the_device_the_time_limit_and_the_folder_are_those_of_the_run():
 @pytest.mark.parametrize(("rank", "is_quiet"), [(0, False), (1, True)])
 def test_only_the_first_rank_prints(rank, is_quiet, monkeypatch):
     monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--help"])
     with mock.patch("pretrain_gpt.RunConsole") as console, pytest.raises(SystemExit):
         main()
