@@ -4,6 +4,7 @@
 #
 #   scripts/setup.sh
 #   TORCH_INDEX_URL=<url> scripts/setup.sh     # take torch from this index, such as PyTorch's index of CPU builds
+#   scripts/setup.sh --hashes                  # install nothing but files with the hashes of requirements.hashes.txt
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -13,11 +14,24 @@ require_python() {
     exit 1
 }
 
+# The file of packages, if this script is run and not sourced: the arguments of others are not for it.
+requirements=requirements.txt
+[[ ${BASH_SOURCE[0]} != "$0" || ${1:-} != --hashes ]] || requirements=requirements.hashes.txt
+
 # Print what the environment is made from. The last complete installation wrote the same line to .venv/complete.
 fingerprint() {
     .venv/bin/python -c '
 import hashlib, pathlib, sys
-print(sys.version.split()[0], hashlib.sha256(pathlib.Path("requirements.txt").read_bytes()).hexdigest())'
+print(sys.version.split()[0], hashlib.sha256(pathlib.Path(sys.argv[1]).read_bytes()).hexdigest())' "$1"
+}
+
+# Install all packages anew, each of which must have one of its hashes: those of PyPI's files.
+install_by_hashes() {
+    if [[ -n ${TORCH_INDEX_URL:-} ]]; then
+        echo "setup: --hashes knows the files of PyPI, and TORCH_INDEX_URL names another index: unset it" >&2
+        exit 2
+    fi
+    .venv/bin/python scripts/install.py --require-hashes --force-reinstall --requirement "$requirements"
 }
 
 install_packages() {
@@ -27,6 +41,12 @@ install_packages() {
     echo "setup: making .venv; the first time may take minutes"
     [[ -x .venv/bin/pip ]] || python3 -m venv .venv
     require_python .venv/bin/python ", and remove .venv"
+
+    if [[ $requirements == requirements.hashes.txt ]]; then
+        install_by_hashes
+        fingerprint "$requirements" >.venv/complete
+        return
+    fi
 
     # uv installs the packages, by scripts/install.py.
     local why pip=(.venv/bin/python -m pip --disable-pip-version-check --no-input)
@@ -39,11 +59,17 @@ install_packages() {
         .venv/bin/python scripts/install.py "$(grep '^torch==' requirements.txt)"
     echo "setup: 2 of 2, everything else"
     .venv/bin/python scripts/install.py --requirement requirements.txt
-    fingerprint >.venv/complete
+    fingerprint "$requirements" >.venv/complete
     echo "setup: done"
 }
 
-is_complete() { [[ -f .venv/complete && "$(<.venv/complete)" == "$(fingerprint)" ]]; }
+# An environment that was made with hashes is complete for all who ask for none.
+is_complete() {
+    [[ -f .venv/complete ]] || return 1
+    local made
+    made=$(<.venv/complete)
+    [[ $made == "$(fingerprint "$requirements")" || $made == "$(fingerprint requirements.hashes.txt)" ]]
+}
 
 # Nodes that start together may share this folder: one of them installs, the others wait for it.
 if ! is_complete; then

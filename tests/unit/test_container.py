@@ -20,10 +20,20 @@ IMAGES_TORCH = "2.11.0a0+eb65b36914.nv26.02"
 def test_the_containerfile_uses_files_that_exist_and_no_pinned_torch():
     lines = [line for line in (ROOT / "Containerfile").read_text().splitlines() if not line.startswith("#")]
     sources = [word for line in lines if line.startswith("COPY ") for word in line.split()[1:-1]]
-    programs = [line.split()[1] for line in lines if line.startswith("RUN ")]
+    programs = [line.split()[1] for line in lines if line.startswith("RUN scripts/")]
     assert all((ROOT / path).exists() for path in [*sources, *programs])
     assert "ENV PYTHON=python" in lines, "else the launchers would make .venv"
     assert "requirements.txt" not in "\n".join(lines)
+
+
+def test_ranks_in_a_container_are_not_root_and_secrets_stay_outside_of_images_and_commits():
+    users = [line.split()[1] for line in (ROOT / "Containerfile").read_text().splitlines() if line.startswith("USER ")]
+    (pod, other) = (
+        role["template"]["spec"] for role in yaml.safe_load(JOB.read_text())["spec"]["pytorchReplicaSpecs"].values()
+    )
+    assert users[-1:] == [str(pod["securityContext"]["runAsUser"])] != ["0"]
+    assert pod == other
+    assert all(".env" in (ROOT / name).read_text().splitlines() for name in (".gitignore", ".dockerignore"))
 
 
 def test_the_job_for_kubernetes_starts_the_launcher_on_all_nodes():

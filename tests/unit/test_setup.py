@@ -37,6 +37,37 @@ def install(folder: Path, configuration: str = "", **variables: str) -> tuple[li
     return arguments, seen, ended.stdout + ended.stderr
 
 
+def test_the_hashes_are_of_the_packages_that_are_required():
+    required, hashed = (
+        {line.split(" ")[0] for line in (ROOT / name).read_text().splitlines() if line and line[0] not in "# "}
+        for name in ("requirements.txt", "requirements.hashes.txt")
+    )
+    assert {name.lower() for name in required} <= hashed
+
+
+def test_setup_installs_by_hashes_if_it_is_asked_to(tmp_path):
+    (tmp_path / "scripts").mkdir()
+    for name in ("requirements.txt", "requirements.hashes.txt", "scripts/setup.sh"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "scripts/install.py").write_text("import sys; open('called', 'a').write(f'{sys.argv[1:]}\\n')")
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".venv/bin/activate").touch()
+    for name in ("python", "pip"):
+        (tmp_path / ".venv/bin" / name).symlink_to(sys.executable)
+
+    def set_up(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        kept = {name: value for name, value in os.environ.items() if name != "TORCH_INDEX_URL"} | variables
+        command = ["bash", tmp_path / "scripts/setup.sh", *arguments]
+        return subprocess.run(command, env=kept, capture_output=True, text=True, check=False)
+
+    refused = set_up("--hashes", TORCH_INDEX_URL="https://a/simple")
+    assert (refused.returncode, refused.stderr.count("unset it")) == (2, 1)
+    for _ in range(2):
+        assert set_up("--hashes").returncode == set_up().returncode == 0
+    expected = ["--require-hashes", "--force-reinstall", "--requirement", "requirements.hashes.txt"]
+    assert (tmp_path / "called").read_text() == f"{expected}\n"
+
+
 def test_uv_gets_pips_settings(tmp_path):
     configuration = """
 [global]
