@@ -21,7 +21,7 @@ from zero.optimizer import ZeroOptimizer
 from zero.partition.config import ZeroConfig
 from zero.state.resident import buffer_bytes
 
-WIDTH, NUM_BLOCKS, NUM_STEPS, CLIP_NORM = 24, 3, 3, 0.5
+WIDTH, NUM_BLOCKS, NUM_STEPS, CLIP_NORM = 24, 3, 2, 0.5
 SETTINGS = {"lr": 1e-2, "weight_decay": 0.1}
 VARIANTS = [{}, {"overlap": False}, {"accumulate": "local"}, {"overlap_gather": True, "defragment": True}]  # in turns
 Description = Callable[[Axis], Transport | TransportOf]  # of the data axis, perhaps with parts
@@ -129,7 +129,7 @@ def wrapped(
     described = row.describe(data)
     if isinstance(described, Transport):
         settings["sum_over_ranks"] = "leaves" if described.is_exact else "fp32" if described.in_fp32 else "message"
-    config = ZeroConfig(stage, 500, **settings)
+    config = ZeroConfig(stage, 1000, **settings)
     home = row.home(torch.device("cpu"))
     homes = Homes(Home(home.accelerator), home, home) if home.is_apart else None
     engine = ZeroDataParallel(model, data, config, transport=described, homes=homes)
@@ -166,11 +166,10 @@ def run_steps(
         yield total, norm
 
 
-def train(row: Row, stage: int, num_micro_batches: int, settings: Mapping[str, Any]) -> Trained:
+def train(row: Row, data: Axis, apart: Axis, case: tuple[int, int], settings: Mapping[str, Any]) -> Trained:
     """Train on real ranks, whose losses are added along an axis of their own."""
-    mesh = Mesh.create(tensor_size=1, shard_size=row.shard_size)
-    apart = Mesh.create(tensor_size=1).data  # its messages order nothing that the transport sends
-    model, optimizer = wrapped(row, stage, mesh.data, **settings)
+    stage, num_micro_batches = case
+    model, optimizer = wrapped(row, stage, data, **settings)
     losses, norms = [], []
     for loss, norm in run_steps(model, optimizer, row, num_micro_batches):
         apart.all_reduce(loss, out=loss).wait()
@@ -183,10 +182,12 @@ def train(row: Row, stage: int, num_micro_batches: int, settings: Mapping[str, A
 
 def train_all(row: Row, cases: Sequence[tuple[int, int]]) -> list[Trained]:
     """Train in all (stage, number of micro-batches), while settings take turns."""
+    data = Mesh.create(tensor_size=1, shard_size=row.shard_size).data
+    apart = Mesh.create(tensor_size=1).data  # its messages order nothing that the transport sends
     found, variants = [], cycle(each for each in VARIANTS if row.can_keep or "accumulate" not in each)
     for case, settings in zip(cases, variants, strict=False):
         with noting((case, settings)):
-            found.append(train(row, *case, settings))
+            found.append(train(row, data, apart, case, settings))
     return found
 
 
@@ -198,7 +199,7 @@ def examined(row: Row) -> tuple[dict[str, list[tuple[str, str, float]]], int]:
     mesh = Mesh.create(tensor_size=1, shard_size=row.shard_size)
     with MemoryTracker(torch.device("cpu")) as tracker:
         model, optimizer = wrapped(row, row.stages[-1], mesh.data)
-        for _ in range(3):
+        for _ in range(2):
             optimizer.step()
             x, gates = batch_of(0, 0, mesh.data.rank, row, 1)
             model(x, gates).backward()
