@@ -5,14 +5,13 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from parallel.mesh import Mesh
 from tests.models import HARDER_MODELS, MODELS, batch, build, loss_of
-from tests.pairwise import pairwise, product_of
+from tests.pairwise import pairwise
 from tests.ranks import run_cases
 from tests.twins import params_of
 from zero.engine import ZeroDataParallel
@@ -127,19 +126,10 @@ FACTORS = {
     "bucket_numel": [1500, None],
     "dtype": [torch.float64, torch.float32],
 }
-FOUR_RANKS = [(4, None), (4, 2), (4, 1)]
 
 
 def test_stages_equal_one_process():
     assert_equal_one_process([case_of(**combination) for combination in pairwise(**FACTORS)])
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", MODELS)
-def test_all_models_and_stages_equal_one_process(name):
-    factors = FACTORS | {"name": [name], "sizes": [*FACTORS["sizes"], *FOUR_RANKS]}
-    product = product_of(factors, "name", "stage", "sizes", "num_micro_batches", "overlap")
-    assert_equal_one_process([case_of(**c, bucket_numel=1500, overlap_gather=c["overlap"]) for c in product])
 
 
 FACTORS_OF_PARTITIONED_PARAMETERS = {
@@ -162,14 +152,3 @@ def test_partitioned_parameters_equal_one_process():
     names = itertools.cycle(FACTORS_OF_PARTITIONED_PARAMETERS["name"])
     settings = {key: values for key, values in FACTORS_OF_PARTITIONED_PARAMETERS.items() if key != "name"}
     assert_equal_one_process([case_of(name=next(names), **chosen) for chosen in pairwise(**settings)])
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", FACTORS_OF_PARTITIONED_PARAMETERS["name"])
-def test_all_models_with_partitioned_parameters_equal_one_process(name):
-    sizes = [*FACTORS["sizes"], *FOUR_RANKS]
-    product = product_of(
-        FACTORS_OF_PARTITIONED_PARAMETERS | {"name": [name], "sizes": sizes},
-        *("name", "stage", "bucket_numel", "sizes", "num_micro_batches", "overlap", "prefetch_numel"),
-    )
-    assert_equal_one_process([case_of(**combination) for combination in product])

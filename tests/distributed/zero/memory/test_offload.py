@@ -11,7 +11,7 @@ from parallel.mesh import Mesh
 from tests.distributed.zero.memory.kept_apart import KeptApart
 from tests.distributed.zero.test_zero_equals_one_process import Case, assert_equal_one_process, case_of
 from tests.models import batch, build, loss_of
-from tests.pairwise import pairwise, product_of
+from tests.pairwise import pairwise
 from tests.ranks import run_cases, run_ranks
 from zero.engine import ZeroDataParallel
 from zero.formulas import memory
@@ -46,13 +46,6 @@ def cases_of(combinations: list[dict]) -> list[Case]:
 
 def test_every_placement_equals_one_process():
     assert_equal_one_process(cases_of(pairwise(**FACTORS)))
-
-
-@pytest.mark.full
-def test_all_placements_equal_one_process():
-    factors = FACTORS | {"name": ["gpt"], "sizes": [*FACTORS["sizes"], (4, None), (4, 2)]}
-    product = product_of(factors, "name", "stage", "offload", "sizes", "num_micro_batches")
-    assert_equal_one_process(cases_of(product))
 
 
 def times_of_gathers_between_groups() -> list[tuple[float, float]]:
