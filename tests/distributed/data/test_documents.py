@@ -57,6 +57,7 @@ class Result(NamedTuple):
     evaluated: list[float]  # the loss before each step
     losses: list[float]
     norms: list[float]
+    layers: list[float]  # the norms of the norms of layers
     params: dict[str, Tensor]  # that all ranks have whole
 
 
@@ -65,14 +66,19 @@ def train(tensor_size: int, context_size: int, is_split: bool, stage: int, store
     layout = (SplitTokens if is_split else ReplicatedTokens)(mesh.tensor, mesh.context)
     model = ZeroDataParallel(build(layout, store), mesh.data, ZeroConfig(stage))
     optimizer = ZeroOptimizer(model, torch.optim.AdamW, tensor=mesh.tensor, lr=1e-2, fused=True)
-    result = Result([], [], [], {})
+    result = Result([], [], [], [], {})
+
+    def read_layers() -> None:
+        norms = optimizer.grad_norm.by_layer(model.module).values()
+        result.layers.append(torch.stack([*norms]).norm().item())
+
     for step in range(2):
         first, size = step * MICRO_BATCHES * mesh.num_batch_ranks, mesh.num_batch_ranks
         numbers = range(first + mesh.batch_rank, first + MICRO_BATCHES * size, size)
         rows = [np.stack([packed_apart(sample, SEQ) for sample in micro_batch(number)]) for number in numbers]
         batches = [DocumentBatch.of(samples) for samples in rows]
         result.evaluated.append(evaluate(model, batches, mesh))
-        loss, norm = train_step(model, optimizer, batches, mesh)
+        loss, norm = train_step(model, optimizer, batches, mesh, gradient_hook=read_layers)
         result.losses.append(mean_over(mesh, loss))
         result.norms.append(norm.item())
     return result._replace(params={name: param for name, param in params_of(model).items() if "norm" in name})
@@ -97,9 +103,8 @@ def train_one_by_one(data_size: int) -> Result:
         optimizer.step()
         losses.append(loss.item())
         norms.append(norm.item())
-    return Result(
-        losses, losses, norms, {name: param.detach() for name, param in model.named_parameters() if "norm" in name}
-    )
+    params = {name: param.detach() for name, param in model.named_parameters() if "norm" in name}
+    return Result(losses, losses, norms, norms, params)
 
 
 def test_losses_gradients_and_updates_are_those_of_the_documents_one_by_one():
@@ -107,7 +112,8 @@ def test_losses_gradients_and_updates_are_those_of_the_documents_one_by_one():
         expected = train_one_by_one(2 // case[0] // case[1])
         for result in results:
             assert result.losses == pytest.approx(expected.losses, abs=TOLERANCE, rel=0), case
-            assert result.norms == pytest.approx(expected.norms, abs=TOLERANCE, rel=0), case
+            for norms in (result.norms, result.layers):
+                assert norms == pytest.approx(expected.norms, abs=TOLERANCE, rel=0), case
             assert result.evaluated == pytest.approx(expected.evaluated, rel=ROUNDING), case
             for name, param in result.params.items():
                 torch.testing.assert_close(param, expected.params[name], rtol=0, atol=TOLERANCE)

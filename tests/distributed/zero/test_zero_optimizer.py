@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpt.train_step import evaluate, mean_over, train_step
+from gpt.train_step import train_step
 from parallel.mesh import Axis, Mesh
 from parallel.validation.errors import ConfigError
 from tests.distributed.zero.scenarios.test_optimizers import ScheduleFreeSGD
@@ -27,7 +27,6 @@ from zero.partition.config import ZeroConfig
 from zero.state.checkpoint import Saver, load, save
 from zero.state.rank_state import RankState
 from zero.step import bucket_groups
-from zero.step.grad_norm import layer_of
 from zero.step.loss_scale import LossScale
 
 
@@ -137,34 +136,6 @@ def check_step_waits_for_nothing(dtype: torch.dtype, stages: list[int]) -> None:
 
 def test_a_step_never_reads_the_value_of_a_tensor():
     run_cases(2, check_step_waits_for_nothing, [(torch.float16, ALL_STAGES), (torch.bfloat16, [2])])
-
-
-def check_three_micro_batches() -> None:
-    mesh, tolerance = Mesh.create(tensor_size=1), 1e-10
-    of_ranks = [[tokens_of(step, rank)[0] for step in range(3)] for rank in range(mesh.data.size)]
-    for config in configs(*ALL_STAGES, bucket_numel=[5000]):
-        twins, layers = Twins(small_gpt(), config), dict[str, Tensor]()
-        losses = [twins.plain(ids[:, :-1], ids[:, 1:]) for ids in itertools.chain(*of_ranks)]
-        expected = torch.stack(losses).mean()
-        expected.backward()
-        grads = {name: param.grad for name, param in twins.plain.named_parameters()}
-        own = of_ranks[mesh.data.rank]
-        assert abs(evaluate(twins.model, own, mesh) - expected.item()) < tolerance
-
-        def read_layers(twins: Twins = twins, layers: dict[str, Tensor] = layers) -> None:
-            layers.update(twins.optimizer.grad_norm.by_layer(twins.model.module))
-
-        loss, norm = train_step(twins.model, twins.optimizer, own, mesh, gradient_hook=read_layers)
-        assert abs(mean_over(mesh, loss) - expected.item()) < tolerance
-        assert abs(norm - torch.nn.utils.get_total_norm(grads.values())) < tolerance
-        for layer, found in layers.items():
-            of_layer = [grad for name, grad in grads.items() if layer_of(name) == layer]
-            assert abs(found - torch.nn.utils.get_total_norm(of_layer)) < tolerance
-
-
-def test_a_step_of_three_micro_batches_equals_one_process():
-    """A third has no end in base 2: it is rounded in the type of the loss, and so are norms and evaluations."""
-    run_ranks(2, check_three_micro_batches)
 
 
 def test_a_step_tells_the_model_the_factor_of_the_loss():
