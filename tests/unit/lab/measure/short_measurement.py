@@ -11,7 +11,9 @@ from parallel.launch import node_facts
 
 def main() -> None:
     sizes = {"NUMELS": {"cpu": (2**10, 2**12)}, "LAYERS": {"cpu": ((8, 16, 32), (32, 32, 32))}, "BUDGET_SECONDS": 0.0}
+    sizes["ATTENTIONS"] = {"cpu": ((2, 64, 32), (4, 32, 32))}
     messages = {"MESSAGE_BYTES": (2**10, 2**14), "SECONDS_EACH": 0.01, "SECONDS_EACH_SIZE": 0.01}
+    messages["DEVICE_SIZES"] = {"cpu": (64, 2**12)}
     shapes = {"cpu": Shape(1, 16, 2, 8, 2, 32)}
     with (
         mock.patch.multiple(device_kernels, **sizes),
