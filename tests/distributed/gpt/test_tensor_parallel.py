@@ -19,7 +19,7 @@ from gpt.shape.config import ModelConfig
 from parallel.mesh import Axis, Mesh
 from parallel.tensor.split_parameters import shared_dims, split_dims
 from parallel.tensor.token_layout import NO_CONTEXT, ReplicatedTokens, SplitTokens, TokenLayout
-from tests.pairwise import covering, noting, pairwise
+from tests.pairwise import noting, pairwise
 from tests.ranks import run_cases, run_ranks
 from tests.twins import params_of
 from zero.activations.checkpointed_blocks import ActivationsConfig
@@ -192,12 +192,6 @@ def check_layouts(cases: list[dict]) -> None:
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_tensor_and_data_parallel_equal_one_process(num_ranks):
     check_layouts([case for case in pairwise(**FACTORS) if math.prod(case["sizes"]) == num_ranks])
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("sizes", FACTORS["sizes"], ids=str)
-def test_many_layouts_equal_one_process(sizes):
-    check_layouts(covering(FACTORS | {"sizes": [sizes]}, 4))
 
 
 def test_dropout_differs_where_activations_are_split_and_agrees_where_they_are_not():

@@ -1,6 +1,5 @@
 """Compiled blocks against blocks that are not compiled: the same bits, the same traffic, as few graphs as possible."""
 
-import itertools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,7 +26,6 @@ from zero.optimizer import ZeroOptimizer
 from zero.partition.config import ZeroConfig
 
 CPU = torch.device("cpu")
-STORES = ["none", "selective", "keep", "partition_host"]
 TENSOR_LAYOUTS = [(1, False), (2, False), (2, True)]  # (tensor size, sequence parallel)
 
 
@@ -134,18 +132,6 @@ FEW = {
 @pytest.mark.parametrize("tensor_size", [1, 2])
 def test_compiled_blocks_equal_eager_ones(tensor_size: int):
     run_ranks(2, check_equals_eager, FEW[tensor_size], "aot_eager_default_partitioner")
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("tensor_size", "sequence_parallel"), TENSOR_LAYOUTS)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_all_compiled_blocks_equal_eager_ones(stage: int, tensor_size: int, sequence_parallel: bool):
-    stores = [*STORES, "partition"] if tensor_size > 1 and not sequence_parallel else STORES
-    cases = [
-        Case(stage, store, tensor_size, sequence_parallel, dropout, attention)
-        for store, dropout, attention in itertools.product(stores, (0.0, 0.1), ("flash", "math"))
-    ]
-    run_ranks(2 * tensor_size, check_equals_eager, cases, "aot_eager", timeout_seconds=1800)
 
 
 @pytest.mark.full

@@ -55,18 +55,6 @@ def test_every_option_and_preset_equals_one_process(num_ranks):
     check(few_cases(), num_ranks)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_every_option_and_preset_equals_one_process_in_every_layout(name, num_ranks):
-    product = itertools.product(*({**FACTORS, "name": [name]}).values())
-    cases = [dict(zip(FACTORS, values, strict=True)) for values in product]
-    # With stage 3 both; below it they take turns.
-    both = [{**case, "offload": offload} for case in cases if case["stage"] == 3 for offload in OFFLOADS]
-    turns = zip((case for case in cases if case["stage"] < 3), itertools.cycle(OFFLOADS))
-    check([*both, *({**case, "offload": offload} for case, offload in turns)], num_ranks)
-
-
 def logits_at(sizes: list[str], weights: list[dict[str, Tensor]], ids: Tensor) -> list[Tensor]:
     torch.set_default_dtype(torch.float64)
     axis = Mesh.create(torch.distributed.get_world_size()).tensor

@@ -27,7 +27,7 @@ from tests.distributed.gpt.test_tensor_parallel import (
     train,
     train_whole,
 )
-from tests.pairwise import noting, pairwise, product_of
+from tests.pairwise import noting, pairwise
 from tests.ranks import run_cases
 from zero.activations.checkpointed_blocks import ActivationsConfig
 from zero.engine import ZeroDataParallel
@@ -78,14 +78,6 @@ def arguments(
 def test_every_store_trains_as_one_process_without_checkpoints():
     kept_whole = {"sizes": (1, 2), "stage": 2, "store": "partition_host", "num_micro_batches": 1, "is_split": True}
     check_stores([*pairwise(**FACTORS), kept_whole])
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("sizes", [*FACTORS["sizes"], (1, 1), (2, 2), (1, 4), (2, 4)])
-def test_all_stores_in_all_layouts_and_stages_train_as_one_process(sizes):
-    factors = FACTORS | {"sizes": [sizes], "stage": [0, 1, 2, 3], "num_micro_batches": [2]}
-    factors |= {"layers_per_checkpoint": [2], "defragment": [True]}
-    check_stores(product_of(factors, *factors))
 
 
 def test_dropout_is_replayed_to_the_bit():
