@@ -32,7 +32,7 @@ from zero.memory.placement import OffloadConfig
 from zero.partition.config import ZeroConfig
 
 HOST = OffloadConfig("host")
-OPTIMIZER, PARAMETERS = (OffloadConfig("host", (state,)) for state in ("optimizer", "parameters"))
+OPTIMIZER = OffloadConfig("host", ("optimizer",))
 
 
 def end_backwards_early() -> None:
@@ -93,11 +93,6 @@ SCENARIOS: dict[str, tuple[Any, ...]] = {  # (number of ranks, function, argumen
         plain.train_with_zero,
         plain.case_of(name="albert", stage=3, bucket_numel=2000, prefetch_numel=10**9),
     ),
-    "parameters on the host in half precision": (
-        2,
-        plain.train_with_zero,
-        plain.case_of(name="gpt", stage=3, bucket_numel=4000, dtype=torch.bfloat16, offload=PARAMETERS),
-    ),
     "uneven data": (2, run_case, test_ranks.__name__, "uneven-data", "uneven_batches", [1, 3]),
     "changed parameters": (
         2,
@@ -129,7 +124,7 @@ FILES = {
     "a run that is resumed": (2, save_and_resume, layouts.LayoutCase(1, 2)),
     "a run that is resumed from the host": (2, save_and_resume, layouts.LayoutCase(3, 2, offload=HOST)),
     "whole tensors of a state dict": (2, save_and_read_whole_states, 3),
-    "exported weights": (4, weights_out.train_and_export, weights_out.DEFAULT_CASES[1]),
+    "exported weights": (4, weights_out.train_and_export, weights_out.CASES[1]),
 }
 
 
