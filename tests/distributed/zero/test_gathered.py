@@ -35,7 +35,7 @@ def check_changes_reach_ranks_and_optimizer(config: ZeroConfig) -> None:
 
 
 def test_changed_parameters_train_on_as_in_one_process():
-    run_ranks(2, check_all, [check_changes_reach_ranks_and_optimizer], configs(*ALL_STAGES, bucket_numel=[500, None]))
+    run_ranks(2, check_all, [check_changes_reach_ranks_and_optimizer], configs(*ALL_STAGES, bucket_numel=[1500, None]))
 
 
 def check_master_weights_keep_hidden_digits(config: ZeroConfig) -> None:

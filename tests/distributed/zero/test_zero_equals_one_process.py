@@ -123,7 +123,7 @@ FACTORS = {
     "checkpoints": [False, True],
     "overlap": [True, False],
     "overlap_gather": [False, True],
-    "bucket_numel": [1500, None],
+    "bucket_numel": [3000, None],
     "dtype": [torch.float64, torch.float32],
 }
 
@@ -135,7 +135,7 @@ def test_stages_equal_one_process():
 FACTORS_OF_PARTITIONED_PARAMETERS = {
     "name": [*MODELS, *HARDER_MODELS],
     "stage": [3],
-    "bucket_numel": [1500],
+    "bucket_numel": [3000],
     "sizes": [(2, None), (2, 1)],
     "num_micro_batches": [1, 3],
     "checkpoints": [False, True],

@@ -36,21 +36,18 @@ def stored_bits(moments: list[Tensor], place: WholePlace, step: Tensor) -> list[
     return [values for (values,) in AdamWBf16.encoded(moments, (place, 7), step)]
 
 
-@needs_compiler
-def test_random_bits_are_those_of_the_element_whether_compiled_or_not():
-    fast = torch.compile(stored_bits, dynamic=True, fullgraph=True)
+def test_random_bits_are_those_of_the_element():
     moments, step = randoms(2), torch.tensor(5.0)
     expected = stored_bits(moments, replace(place_at(START), param=3, start=START), step)
-    assert all(map(torch.equal, fast(moments, place_at(START), step), expected))
-    for part in (slice(0, 37), slice(37, NUMEL)):
-        found = fast([moment[part] for moment in moments], place_at(START + part.start), step)
+    for part in (slice(0, NUMEL), slice(0, 37), slice(37, NUMEL)):
+        found = stored_bits([moment[part] for moment in moments], place_at(START + part.start), step)
         assert all(torch.equal(values, whole[part]) for values, whole in zip(found, expected, strict=True))
     others = stored_bits(moments, place_at(START + 1), step)
     assert not any(map(torch.equal, others, expected))
 
 
 @needs_compiler
-def test_a_compiled_update_differs_by_roundings_and_reads_a_new_rate():
+def test_a_compiled_update_differs_by_roundings_and_reads_a_new_rate_and_place():
     update = partial(update_elements_.__wrapped__, method=AdamWBf16, settings=SETTINGS)
     fast = torch.compile(update, dynamic=True, fullgraph=True)
     for step, is_skipped, rate in ((1.0, False, -0.1), (2.0, True, 0.0), (3.0, False, -0.3)):
@@ -65,7 +62,7 @@ def test_a_compiled_update_differs_by_roundings_and_reads_a_new_rate():
                 torch.tensor(0.9 + is_skipped / 10),
                 torch.tensor(is_skipped),
             )
-            run(param, grad, stored, (place_at(START), 7), numbers)
+            run(param, grad, stored, (place_at(START + int(step)), 7), numbers)
             found.append([param, *(values for (values,) in stored)])
         (eager, *moments), (param, *compiled_moments) = found
         # A product that is contracted with a sum has one rounding less. A moment that is next to where it is rounded
