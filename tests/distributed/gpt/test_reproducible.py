@@ -207,20 +207,6 @@ def test_every_training_has_the_same_bits_in_each_layout(training, takes_all):
         assert hash_after(ranks, *options, *layout, *codes) == first, layout
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("training", ["fp8", "fp8 blocks"])
-def test_eight_ranks_that_gather_in_fp8_have_the_bits_of_one(training):
-    options = (
-        *TRAININGS[training],
-        "--train.global_batch_size=24",
-        "--train.eval_samples=24",
-        "--train.reproducible_blocks=8",
-    )
-    first = hash_after(1, *options, S0)
-    for layout in (S3, SMALL, GROUPS), (S1,):
-        assert hash_after(8, *options, *layout, CODES) == first, layout
-
-
 def test_a_run_that_goes_on_with_fewer_ranks_has_the_bits_of_the_undisturbed_one(tmp_path):
     ramp = "--train.ramp_up.start=12", "--train.ramp_up.increment=12", "--train.ramp_up.samples=24"
     options = (*LLAMA, *ramp, "--train.global_batch_size=24", "--train.precision=fp16")

@@ -95,10 +95,6 @@ def damage(how: Callable[[Path], object], *names: str) -> Callable[[Path], None]
     return change
 
 
-def both(*losses: Callable[[Path], None]) -> Callable[[Path], None]:
-    return lambda folder: [loss(folder) for loss in losses] and None
-
-
 RANK2, LAYOUT = "rank-00002.safetensors", "layout.json"
 THREE = LayoutCase(2, data=4)  # on three nodes: ranks 0 and 1, 2 with a copy on the last node, and 3
 DROPOUT = replace(THREE, model=replace(THREE.model, dropout=0.1))
@@ -115,12 +111,7 @@ LOSSES: dict[str, tuple[Callable[[Path], None], int, str]] = {
     "the end of copies": (damage(cut_off, AT_PEER, f"2/4/{LAYOUT}"), 4, ""),
     "files": (damage(Path.unlink, ON_NODE, f"0/4/{LAYOUT}"), 4, ""),
     "a generation of a node": (damage(shutil.rmtree, "1/4"), 4, ""),
-    "bits of a file and its copy": (damage(flip_bit, ON_NODE, AT_PEER), 2, f"step 4 is not used: .*{RANK2} is damaged"),
-    "a file and its copy": (
-        both(damage(cut_off, ON_NODE), damage(Path.unlink, AT_PEER)),
-        2,
-        f"step 4 is not used: .*{RANK2}",
-    ),
+    "a file and its copy": (damage(flip_bit, ON_NODE, AT_PEER), 2, f"step 4 is not used: .*{RANK2} is damaged"),
     "a generation": (damage(shutil.rmtree, "1/4", "2/4"), 2, "step 4 is not used: no node has the file of rank 2"),
     "the layout": (damage(cut_off, *(f"{n}/4/{LAYOUT}" for n in range(3))), 2, "step 4 is not used: .*layout.json"),
     "two generations": (damage(flip_bit, ON_NODE, AT_PEER, *OLDER), 0, f"step [24] is not used: .*{RANK2} is damaged"),
