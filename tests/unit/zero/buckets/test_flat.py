@@ -69,23 +69,6 @@ def test_reshard_waits_for_running_gathers_before_it_frees_the_buffer():
     assert first.isnan().all()  # a read of a sharded parameter is noticed, and does not crash the process
 
 
-def test_what_is_written_to_unsharded_parameters_is_kept_by_the_owner():
-    flat = flat_parameters(Lifetime.TRANSIENT)
-    first, second = flat.params
-    flat.unshard()
-    with torch.no_grad():
-        first.add_(100.0)
-    flat.reshard()
-    flat.unshard()
-    assert first.flatten().tolist() == [*range(100, 116)] * 2
-    assert second.tolist() == [*range(16)] * 2
-    flat.watch_reads(True)
-    with torch.no_grad():
-        second.add_(200.0)
-    flat.watch_reads(False)
-    assert flat.buckets[1].params.own.tolist() == flat.buckets[1].master.tolist() == [*range(200, 216)]
-
-
 @pytest.mark.parametrize(
     ("data", "stands_for_values"),
     [
