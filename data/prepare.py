@@ -30,8 +30,8 @@ from data.sidecar import INDEX, TOKENIZER, TOKENS, Sidecar, file_checksum
 from data.sources import Source
 from data.staging import PROGRESS, IndexedWriter, Progress, reserved, staging_folder, token_dtype
 from data.tokenizer import Tokenizer, tokenizer_path
-from parallel.validation.paths import expanded
 from parallel.validation.errors import printable
+from parallel.validation.paths import expanded
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
