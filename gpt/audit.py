@@ -71,7 +71,8 @@ class Auditor:
         if self._at_rest is None:
             self._at_rest = self._hash_states()
         is_audited = step % self._every == 0
-        with self._state.model.hashed_gradients() if is_audited else nullcontext() as hashes:
+        model, device = self._state.model, self._state.device
+        with model.extended(GradientHashes(device)) if is_audited else nullcontext() as hashes:
 
             def exchange(losses: Tensor) -> Tensor:
                 self.raise_found()
@@ -136,7 +137,7 @@ class Auditor:
             batch = self._loader.read_of(rank, leaf, *samples).to(self._state.device)
             share = share_of(num_counted(batch, mesh), mean, dtype)
             leaves.seed(leaf, len(micro_batches), shift * mesh.context.size)
-            with model.hashed_gradients(discard=True) as again:
+            with model.extended(GradientHashes(self._state.device, discards=True)) as again:
                 differentiate(model, batch, mesh, share, scale)
             return self._gather(again[0])
 

@@ -31,6 +31,7 @@ _MODULES = {
     "zero.optimizers.muon": "Muon",
     "zero.optimizers.soap": "Soap",
     "zero.order.agreement": "DivergedRanks",
+    "zero.order.extension": "Extension",
     "zero.partition.config": "ZeroConfig",
     "zero.sharded_init": "ShardedInit",
     "zero.state.checkpoint": "Saver has_checkpoint load save",
@@ -74,6 +75,7 @@ if TYPE_CHECKING:  # the same names, for type checkers and editors
     from zero.optimizers.muon import Muon as Muon
     from zero.optimizers.soap import Soap as Soap
     from zero.order.agreement import DivergedRanks as DivergedRanks
+    from zero.order.extension import Extension as Extension
     from zero.partition.config import ZeroConfig as ZeroConfig
     from zero.sharded_init import ShardedInit as ShardedInit
     from zero.state.checkpoint import Saver as Saver

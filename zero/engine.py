@@ -25,7 +25,6 @@ from zero.buckets.bucket import Bucket, slices_of
 from zero.buckets.flat import FlatContext, FlatParameters, is_absent
 from zero.buckets.gradients import GradientReducer
 from zero.buckets.guarded_parameter import ParameterGuard, changes
-from zero.buckets.hashes import GradientHashes
 from zero.buckets.home import Homes
 from zero.buckets.tensor_tree import cast_floating_point
 from zero.buckets.transport import Transport, TransportOf
@@ -34,6 +33,7 @@ from zero.homes.of_settings import homes_of
 from zero.memory.placement import NO_OFFLOAD, OffloadConfig
 from zero.memory.streams import SideStream
 from zero.order.agreement import LaunchOrder
+from zero.order.extension import Extended, Extension, Extensions
 from zero.partition.config import ZeroConfig
 from zero.partition.layout import Slice
 from zero.partition.stage import Lifetime
@@ -72,7 +72,7 @@ class ZeroDataParallel(nn.Module):
     a time. With `param_dtype`, floating-point parameters, and inputs of the forward if `cast_forward_inputs`, are cast
     to it; buffers are not, and master weights begin with the values before the cast. `transport` says how buckets are
     communicated, for all parameters or by a function of (name, parameter), and `homes` in which memories states begin;
-    by default the settings say both. Raises
+    by default the settings say both. `extensions` observe what the engine does. Raises
     ValueError if the module cannot be wrapped, TypeError if an argument has another class, and DivergedRanks if another
     rank wraps another one.
     """
@@ -90,6 +90,7 @@ class ZeroDataParallel(nn.Module):
         cast_forward_inputs: bool = True,
         transport: Transport | TransportOf | None = None,
         homes: Homes | None = None,
+        extensions: Sequence[Extension] = (),
     ):
         super().__init__()
         data, config = as_axis(data), ZeroConfig() if config is None else config
@@ -97,27 +98,27 @@ class ZeroDataParallel(nn.Module):
         check_module(module, data)
         self.module, self.config, self.data = module, config, data
         self._input_dtype = param_dtype if cast_forward_inputs else None
-        unshards = config.policy.full_params is Lifetime.TRANSIENT
         self.offload = offload
         self.homes = homes or homes_of(offload, device or next(module.parameters()).device)
         own = assign_parameters(module, self._unit_names())
-        launch_order = LaunchOrder(config.policy.compared_axis(data), list(own))
+        agreement = LaunchOrder(config.policy.compared_axis(data), list(own))
+        self.extensions = Extensions([agreement, *extensions])
         self._access = UnitAccess()
         self._guard = ParameterGuard({param: name for name, param in module.named_parameters()}, self._access)
         self._transports = Transports(transport, module, own.values(), config, data, self.homes.device)
         numel = self._bucket_numel(own, param_dtype or next(module.parameters()).dtype)
         gather_stream = SideStream(self.homes.device)
         context = FlatContext(config, numel, self.homes, self._guard, gather_stream, param_dtype)
-        self._make_units(own, context, init, launch_order)
+        self._make_units(own, context, init)
         if init:
             restore_parameter_tables(module)  # after the last `pop_full`
         _move_buffers(module, data, device)
         trainable = in_order_of_use(self.units.values(), module)
-        self.reducer = GradientReducer(trainable, self.transports, config, launch_order, self.homes)
+        self.reducer = GradientReducer(trainable, self.transports, config, self.extensions, self.homes)
         self.after_owned_changed()
         self.planner: Residency = self._residency()
-        self._passes = Passes(self.reducer, launch_order)
-        if unshards:
+        self._passes = Passes(self.reducer, self.extensions)
+        if config.policy.full_params is Lifetime.TRANSIENT:
             scheduler = UnitScheduler(module, self._access, self.planner, self._passes, self.reducer)
             self._hooks: ModuleHooks | PersistentHooks = scheduler.hooks
         else:
@@ -227,12 +228,9 @@ class ZeroDataParallel(nn.Module):
             self.reducer.expect(num_micro_batches)
         return self._passes.accumulate()
 
-    def hashed_gradients(self, *, discard: bool = False) -> AbstractContextManager[GradientHashes]:
-        """Hash the gradients of each backward inside this context, as they arrive from autograd.
-
-        With `discard` they are not used: a step's gradients are those of its other backwards.
-        """
-        return self.reducer.hashing(discards=discard)
+    def extended(self, extension: Extended) -> AbstractContextManager[Extended]:
+        """Let an extension observe the engine inside this context, which yields it."""
+        return self.extensions.extended(extension)
 
     @contextmanager
     def gathered(self, params: Iterable[nn.Parameter] | None = None, *, modify: bool = False) -> Iterator[nn.Module]:
@@ -438,7 +436,6 @@ class ZeroDataParallel(nn.Module):
         own: dict[str, dict[str, nn.Parameter]],
         context: FlatContext,
         init: InitialValues | None,
-        launch_order: LaunchOrder,
     ) -> None:
         """Create a unit for each module whose parameters are unsharded together; those that persist are the root's."""
         if init:
@@ -456,8 +453,7 @@ class ZeroDataParallel(nn.Module):
                 for one, params_alike in self._transports.divide(params_of_lifetime)
                 for group in group_alike(params_alike)
             ]
-            before_gather = partial(launch_order.before_gather, number)
-            self._access.add(name, Unit(modules[name], flats, before_gather))
+            self._access.add(name, Unit(number, modules[name], flats, self.extensions))
 
     def _residency(self) -> Residency:
         """Return what decides which units are prefetched and kept: a `PlacementPlanner` if there is a budget."""

@@ -30,8 +30,7 @@ and neither does `overlap`, which only decides when a launched reduction is wait
 """
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -40,11 +39,10 @@ from torch import Tensor, nn
 
 from parallel.memory_kinds import TensorKind, tagged
 from zero.buckets.bucket import Bucket
-from zero.buckets.hashes import GradientHashes
 from zero.buckets.home import Homes
 from zero.buckets.reductions import ReductionOrder, Reductions
 from zero.buckets.transport import Transport
-from zero.order.agreement import LaunchOrder
+from zero.order.extension import Extensions
 from zero.order.orders import Round
 from zero.partition.config import ZeroConfig
 from zero.partition.stage import Lifetime
@@ -109,22 +107,21 @@ class GradientReducer:
         buckets: Sequence[Bucket],
         transports: Sequence[Transport],
         config: ZeroConfig,
-        launch_order: LaunchOrder,
+        extensions: Extensions,
         homes: Homes,
     ):
         """`buckets`: the trainable ones, in the order of the layout; `transports`: those of the engine."""
         found = (bucket.transport.rounding_warning(bucket.grads.path.types.reduce) for bucket in buckets)
         for text in dict.fromkeys(filter(None, found)):
             warnings.warn(text, stacklevel=3)
-        self._policy, self._launch_order = config.policy, launch_order
+        self._policy, self._extensions = config.policy, extensions
         self._marks_on_arrival = self._policy.full_params is Lifetime.PERSISTENT
         self._order = ReductionOrder(buckets)
         self.reductions = Reductions(buckets, transports, homes, overlaps=config.overlap)
         self.users = GradientUsers()
         self.used: set[nn.Parameter] = set()  # those with a gradient that an optimizer awaits
-        self._device = homes.device
-        self._hashes: GradientHashes | None = None
         self._backward = BackwardState.NONE
+        self._discards = False  # the gradients of the running backward
         self._last_backward_has_begun = False  # of this step
         self._num_backwards = 0  # of this step
         self._num_micro_batches: int | None = None  # of this step, if it is known
@@ -138,15 +135,6 @@ class GradientReducer:
         """Return whether a backward reduces gradients; `is_last`: it is the last one of its step."""
         return is_last or self._policy.full_grads is Lifetime.TRANSIENT
 
-    @contextmanager
-    def hashing(self, *, discards: bool) -> Iterator[GradientHashes]:
-        """Hash the gradients of the backwards inside this context, before they are written, or instead of that."""
-        outer, self._hashes = self._hashes, GradientHashes(discards=discards)
-        try:
-            yield self._hashes
-        finally:
-            self._hashes = outer
-
     def expect(self, num_micro_batches: int) -> None:
         """Announce the number of backwards of the next step."""
         self._num_micro_batches = num_micro_batches
@@ -156,11 +144,10 @@ class GradientReducer:
 
         Raises ValueError if the backward before did not end, or if it was the last of its step.
         """
-        if self._hashes is not None:
-            self._hashes.begin(self._device)
-            if self._hashes.discards:  # between two backwards, or after the last of a step: their state stays
-                self._launch_order.start(Round.ACCUMULATION)
-                return
+        self._discards = False in [on_backward() for on_backward in self._extensions.on_backward]
+        if self._discards:  # between two backwards, or after the last of a step: their state stays
+            self._begin_round(Round.ACCUMULATION)
+            return
         if self._backward is BackwardState.REDUCING:
             raise ValueError("the backward before this one broke off; call `optimizer.zero_grad()` before the next one")
         is_over = self._last_backward_has_begun  # the step, whose mean some optimizer still awaits
@@ -182,7 +169,7 @@ class GradientReducer:
                 bucket.grads.keep(self.reductions.staging)
         self._backward = BackwardState.REDUCING if self.reduces(is_last) else BackwardState.ACCUMULATING
         self._last_backward_has_begun = is_last
-        self._launch_order.start(Round.BACKWARD if self.reduces(is_last) else Round.ACCUMULATION)
+        self._begin_round(Round.BACKWARD if self.reduces(is_last) else Round.ACCUMULATION)
 
     def complete(self) -> None:
         """Reduce the gradients of a step whose last backward has not run, or reached no parameter on this rank."""
@@ -191,7 +178,7 @@ class GradientReducer:
                 transport.check_missing_backward()
             self.begin(is_last=True)
             self.end()
-        self._launch_order.before_step()
+        self._begin_round(Round.STEP)
 
     def accept(self, param: nn.Parameter, grad: Tensor) -> None:
         """Write a gradient to the buckets in which the parameter has elements, in the order of reduction."""
@@ -202,10 +189,10 @@ class GradientReducer:
             )
         tagged(TensorKind.GRADIENTS, grad)
         grad = grad.reshape(-1)
-        if self._hashes is not None:
-            self._hashes.add(self._order.numbers[param], grad)
-            if self._hashes.discards:
-                return
+        for on_gradient in self._extensions.on_gradient:
+            on_gradient(self._order.numbers[param], grad)
+        if self._discards:
+            return
         self.used.add(param)
         numel = stop = grad.numel()
         for position in self._order.positions_of(param):
@@ -270,8 +257,13 @@ class GradientReducer:
             bucket.grads.unstage(self.reductions.staging)
             bucket.grads.free()
 
+    def _begin_round(self, following: Round) -> None:
+        for on_round in self._extensions.on_round:
+            on_round(following)
+
     def _launch_ready(self) -> None:
         if self._backward is BackwardState.REDUCING:
             for position, grads in self._order.take_complete():
-                self._launch_order.before_reduction(position)
+                for on_launch in self._extensions.on_launch:
+                    on_launch("reduce", position)
                 self.reductions.launch(grads, is_last=self._last_backward_has_begun)

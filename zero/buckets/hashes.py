@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from zero.order.extension import Extension
+
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -14,18 +16,22 @@ def bit_sum(tensor: Tensor) -> Tensor:
     return words.sum(dtype=torch.int64)
 
 
-class GradientHashes:
-    """Hashes of the gradients of some backwards, as they arrive from autograd: neither added to others nor sent."""
+class GradientHashes(Extension):
+    """Hashes of the gradients of some backwards, as they arrive from autograd: neither added to others nor sent.
 
-    def __init__(self, *, discards: bool):
-        self.discards = discards  # the gradients, which then change nothing
+    If it `discards` them, a step's gradients are those of its other backwards.
+    """
+
+    def __init__(self, device: torch.device, *, discards: bool = False):
+        self._device, self._discards = device, discards
         self._of_backwards: list[Tensor] = []
 
-    def begin(self, device: torch.device) -> None:
+    def on_backward(self) -> bool:
         """Begin the hash of another backward."""
-        self._of_backwards.append(torch.zeros((), dtype=torch.int64, device=device))
+        self._of_backwards.append(torch.zeros((), dtype=torch.int64, device=self._device))
+        return not self._discards
 
-    def add(self, number: int, grad: Tensor) -> None:
+    def on_gradient(self, number: int, grad: Tensor) -> None:
         """Add the gradient of parameter `number`, by a factor of its own: an odd one, which loses no bit."""
         self._of_backwards[-1] += (2 * number + 1) * bit_sum(grad)
 

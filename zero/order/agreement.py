@@ -22,6 +22,7 @@ from torch import nn
 
 from parallel.mesh import Axis
 from parallel.store import report_reason
+from zero.order.extension import Extension, Launch
 from zero.order.host_barrier import BrokenBarrier, HostBarrier
 from zero.order.orders import ExecutionOrder, Round, StepOrder
 
@@ -46,12 +47,12 @@ def check_same_module(module: nn.Module, data: Axis) -> None:
         raise DivergedRanks(f"{error}; build the same module on all ranks") from error
 
 
-class LaunchOrder:
+class LaunchOrder(Extension):
     """The order of this rank's launches, each of which has a number, and of the rounds in which it makes them.
 
     With U units, number k < U stands for the gather of unit k, and number U + i for the reduction of the bucket at
-    position i; a `Round` is a negative number. All methods except `start` raise DivergedRanks if another rank is about
-    to launch something else.
+    position i; a `Round` is a negative number. Both methods raise DivergedRanks if another rank is about to launch
+    something else.
     """
 
     def __init__(self, data: Axis, unit_names: Sequence[str]):
@@ -65,23 +66,18 @@ class LaunchOrder:
         self._is_compared = False
         self._num_rounds = 0
 
-    def start(self, following: Round) -> None:
-        """Let the next launch begin a round. One that launches nothing is not recorded: a rank may run it alone."""
+    def on_round(self, following: Round) -> None:
+        """Let the next launch begin a round, or begin the optimizer's step.
+
+        A round that launches nothing is not recorded: a rank may run it alone.
+        """
         self._started = following
+        if following is Round.STEP:
+            self._begin(following)
 
-    def before_gather(self, unit: int) -> None:
-        """Record that the parameters of unit number `unit` are gathered next."""
-        self._record(unit)
-
-    def before_reduction(self, position: int) -> None:
-        """Record that the bucket at `position` in the order of reductions is reduced next."""
-        self._record(len(self._unit_names) + position)
-
-    def before_step(self) -> None:
-        """Record that the optimizer's step is next."""
-        self._begin(Round.STEP)
-
-    def _record(self, launch: int) -> None:
+    def on_launch(self, kind: Launch, number: int) -> None:
+        """Record a launch."""
+        launch = number if kind == "gather" else len(self._unit_names) + number
         if self._started is not None:
             self._begin(self._started)
         # Before it is recorded: the error says what was launched before this.

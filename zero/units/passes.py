@@ -23,7 +23,7 @@ from parallel.autograd_internals import (
 )
 from zero.buckets.gradients import GradientReducer
 from zero.buckets.guarded_parameter import take_grad
-from zero.order.agreement import LaunchOrder
+from zero.order.extension import Extensions
 from zero.order.orders import Round
 
 
@@ -47,8 +47,8 @@ class Passes:
     end is not noticed before `finalize`. A backward that raises never ends.
     """
 
-    def __init__(self, reducer: GradientReducer, launch_order: LaunchOrder):
-        self._reducer, self._launch_order = reducer, launch_order
+    def __init__(self, reducer: GradientReducer, extensions: Extensions):
+        self._reducer, self._extensions = reducer, extensions
         self._params = reducer.params
         self._listeners: list[PassListener] = []
         self._tasks: set[int] = set()  # autograd's numbers of the outer backward and of those inside it
@@ -76,14 +76,16 @@ class Passes:
     def begin_forward(self, is_whole: bool = True) -> None:
         """Begin a forward of the whole model or of a part; not one that a backward runs again."""
         self.finalize()
-        self._launch_order.start(Round.FORWARD)
+        for on_round in self._extensions.on_round:
+            on_round(Round.FORWARD)
         for listener in self._listeners:
             listener.begin_forward(is_whole)
         self._awaits_backward |= torch.is_grad_enabled()
 
     def begin_read(self) -> None:
         """Let the next gathers be those of a read of parameters, outside of all passes."""
-        self._launch_order.start(Round.READ)
+        for on_round in self._extensions.on_round:
+            on_round(Round.READ)
 
     def enter_backward(self) -> None:
         """Begin the backward, unless it has begun already: each hook inside a backward calls this first."""

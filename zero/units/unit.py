@@ -18,7 +18,7 @@ readers: `ZeroOptimizer._publishing`, `ZeroDataParallel.loading_masters` and `Un
 zero/units/scheduler.py.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -31,18 +31,19 @@ from parallel.autograd_internals import outside_of_transforms
 from parallel.validation.errors import ConfigError
 from zero.buckets.bucket import Bucket
 from zero.buckets.flat import FlatParameters
+from zero.order.extension import Extensions
 from zero.partition.stage import Lifetime
 
 
 class Unit:
     """A module, with the parameters that belong to it and to no unit inside it; they are unsharded together.
 
-    It stays unsharded while it has a reader: see [Note: who frees a unit]. `before_gather` is called before
-    the unit launches all-gathers.
+    It stays unsharded while it has a reader: see [Note: who frees a unit].
     """
 
-    def __init__(self, module: nn.Module, flats: list[FlatParameters], before_gather: Callable[[], None]):
-        self.module, self.flats, self._before_gather = module, flats, before_gather
+    def __init__(self, number: int, module: nn.Module, flats: list[FlatParameters], extensions: Extensions):
+        """Make unit `number` of an engine."""
+        self.module, self.flats, self._number, self._extensions = module, flats, number, extensions
         self.flat_of = {param: flat for flat in flats for param in flat.params}
         self.num_open_calls = 0  # calls in forward whose backward has not ended
         self.has_left_calls = False  # a backward of this step has ended without reaching all of them
@@ -75,7 +76,7 @@ class Unit:
 
     @outside_of_transforms
     def _launch_gathers(self, lossless: bool) -> None:
-        self._before_gather()
+        self._note_gather()
         for flat in self.flats:
             flat.start_unshard(lossless=lossless)
 
@@ -144,9 +145,13 @@ class Unit:
     def _gather_lost_digits(self) -> None:
         """Gather again what was unsharded before, and has lost digits."""
         if any(flat.transport.is_lossy for flat in self.flats):
-            self._before_gather()
+            self._note_gather()
         for flat in self.flats:
             flat.gather_lost_digits()
+
+    def _note_gather(self) -> None:
+        for on_launch in self._extensions.on_launch:
+            on_launch("gather", self._number)
 
 
 @dataclass(eq=False)

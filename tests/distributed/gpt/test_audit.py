@@ -32,7 +32,7 @@ from tests.distributed.gpt.test_reproducible import (
     build_with_loader,
 )
 from tests.ranks import run_ranks
-from zero.buckets.hashes import INTEGERS
+from zero.buckets.hashes import INTEGERS, GradientHashes
 from zero.formulas.traffic import axis_bytes
 
 TENSOR = "--parallel.tensor_size=2"
@@ -119,7 +119,7 @@ def audit(options: tuple[str, ...], faults: list[Fault | None]) -> list[tuple[bo
 
         def hash_of_leaf(leaves: Leaves = leaves, leaf: int = leaf, batches: Any = batches, scale: Any = scale) -> int:
             leaves.seed(leaf, len(batches))
-            with model.hashed_gradients(discard=True) as hashes:
+            with model.extended(GradientHashes(state.device, discards=True)) as hashes:
                 differentiate(model, batches[leaf], mesh, None, scale)
             return int(hashes[0])
 

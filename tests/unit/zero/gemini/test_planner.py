@@ -21,6 +21,7 @@ from zero.gemini.recorder import UPDATE, Moment
 from zero.homes.of_settings import homes_of
 from zero.memory.placement import NO_OFFLOAD, OffloadConfig
 from zero.optimizer import ZeroOptimizer
+from zero.order.extension import Extension
 from zero.order.orders import ExecutionOrder
 from zero.partition.config import ZeroConfig
 from zero.units.unit import Unit
@@ -201,13 +202,18 @@ def test_shards_are_cached_in_the_room_that_each_moment_has(
 
     for layer in model.module.layers:
         layer.register_forward_hook(after_forward)
-    for unit in model.units.values():
-        monkeypatch.setattr(unit, "_before_gather", note)
+
+    class Noting(Extension):
+        def on_launch(self, kind: str, _number: int) -> None:
+            if kind == "gather":
+                note()
+
     for step in range(4):
         if step == 2:
             assert {num_bytes for _, num_bytes in found} == {0}
             found.clear()
-        model(torch.ones(2, 8)).backward()
+        with model.extended(Noting()):
+            model(torch.ones(2, 8)).backward()
         optimizer.step()
     assert all(num_bytes == 0 for moment, num_bytes in found if moment == moment_without_room)
     assert max(num_bytes for _, num_bytes in found) == most_bytes
