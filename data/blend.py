@@ -14,8 +14,9 @@ most half the number of datasets.
 import bisect
 import math
 from collections.abc import Sequence
-from functools import lru_cache
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -74,12 +75,27 @@ class BlendOrder:
         return np.maximum(np.ceil(time * self._weights - 0.5), 0).astype(np.int64)
 
 
-class Stretch(NamedTuple):
+@dataclass(frozen=True)
+class Stretch:
     """The samples of a blend from `first_sample` on, before which `taken` samples of each dataset have been used."""
 
     first_sample: int
     weights: tuple[float, ...]
     taken: tuple[int, ...]
+
+    @cached_property
+    def _order(self) -> BlendOrder:
+        return BlendOrder(self.weights)
+
+    def locate(self, sample: int) -> tuple[int, int]:
+        """Return (dataset, number within it) of a sample of the blend."""
+        dataset, number = self._order.locate(sample - self.first_sample)
+        return dataset, self.taken[dataset] + number
+
+    def taken_before(self, sample: int) -> tuple[int, ...]:
+        """Return how many samples of each dataset precede a sample of the blend."""
+        counts = self._order.counts_before(sample - self.first_sample).tolist()
+        return tuple(taken + count for taken, count in zip(self.taken, counts, strict=True))
 
 
 class BlendedSamples:
@@ -97,22 +113,16 @@ class BlendedSamples:
 
         After a change each dataset goes on where it stands. Samples before `first` cannot be read any more.
         """
-        self._stretches, self._orders = [first], [BlendOrder(first.weights)]
+        self._stretches = [first]
         for sample, weights in later:
-            stretch = Stretch(sample, tuple(weights), self.taken_before(sample))
-            self._stretches.append(stretch)
-            self._orders.append(BlendOrder(weights))
+            taken = self._stretches[-1].taken_before(sample)
+            self._stretches.append(Stretch(sample, tuple(weights), taken))
 
     def stretch_of(self, sample: int) -> Stretch:
         """Return the stretch of a sample."""
-        return self._stretches[self._number_of(sample)]
-
-    def taken_before(self, sample: int) -> tuple[int, ...]:
-        """Return how many samples of each dataset precede a sample of the blend."""
-        number = self._number_of(sample)
-        stretch = self._stretches[number]
-        counts = self._orders[number].counts_before(sample - stretch.first_sample).tolist()
-        return tuple(taken + count for taken, count in zip(stretch.taken, counts, strict=True))
+        number = bisect.bisect_right(self._stretches, sample, key=lambda stretch: stretch.first_sample)
+        assert number, f"sample {sample} is before {self._stretches[0].first_sample}"
+        return self._stretches[number - 1]
 
     @property
     def tokens_per_sample(self) -> float:
@@ -126,30 +136,19 @@ class BlendedSamples:
         return [(dataset.prefix, dataset.fingerprint) for dataset in self._datasets]
 
     def __getitem__(self, sample: int) -> np.ndarray:
-        dataset, number = self._locate(sample)
+        dataset, number = self.stretch_of(sample).locate(sample)
         return self._datasets[dataset][number]
 
     def place(self, sample: int) -> str:
-        dataset, number = self._locate(sample)
+        dataset, number = self.stretch_of(sample).locate(sample)
         return self._datasets[dataset].place(number)
 
     def build_cache(self, first_sample: int, num_samples: int) -> None:
-        firsts, stops = self.taken_before(first_sample), self.taken_before(first_sample + num_samples)
+        samples = first_sample, first_sample + num_samples
+        firsts, stops = (self.stretch_of(sample).taken_before(sample) for sample in samples)
         for dataset, first, stop in zip(self._datasets, firsts, stops, strict=True):
             if stop > first:
                 dataset.build_cache(first, stop - first)
-
-    def _number_of(self, sample: int) -> int:
-        number = bisect.bisect_right(self._stretches, sample, key=lambda stretch: stretch.first_sample) - 1
-        assert number >= 0, f"sample {sample} is before {self._stretches[0].first_sample}"
-        return number
-
-    def _locate(self, sample: int) -> tuple[int, int]:
-        """Return (dataset, number within it) of a sample of the blend."""
-        number = self._number_of(sample)
-        stretch = self._stretches[number]
-        dataset, place = self._orders[number].locate(sample - stretch.first_sample)
-        return dataset, stretch.taken[dataset] + place
 
 
 def open_samples(

@@ -52,6 +52,7 @@ class PackedSamples:
 
     def __init__(self, dataset: IndexedDataset, documents: range, options: SampleOptions) -> None:
         self._dataset, self._documents, self._options = dataset, documents, options
+        self.prefix = dataset.prefix
         self._cache_dir = Path(options.cache_dir or f"{dataset.prefix}.cache")
         lengths = dataset.sequence_lengths[documents.start : documents.stop]
         self._packing: Any = PACKINGS[options.packing](lengths, options.seq_length, options.masks_documents)
@@ -65,11 +66,6 @@ class PackedSamples:
     def __getitem__(self, sample: int) -> np.ndarray:
         pieces = [self._dataset[self._documents[document]][part] for document, part in self._pieces(sample)]
         return self._packing.sample(pieces)
-
-    @property
-    def prefix(self) -> str:
-        """The prefix of the documents."""
-        return self._dataset.prefix
 
     @property
     def fingerprint(self) -> str:

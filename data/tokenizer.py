@@ -110,11 +110,8 @@ class Tokenizer:
         backend = tokenizers.Tokenizer.from_str(self.text)
         if backend.encode("").ids != self.beginning:
             names = [self.token(id) for id in self.beginning]
-            template = processors.TemplateProcessing(
-                single=[*names, "$A"],
-                pair=[*names, "$A", *names, "$B:1"],
-                special_tokens=list(zip(names, self.beginning, strict=True)),
-            )
+            special = list(zip(names, self.beginning, strict=True))
+            template = processors.TemplateProcessing(single=[*names, "$A"], special_tokens=special)
             backend.post_processor = template if names else None
         return backend.to_str(pretty=True)
 

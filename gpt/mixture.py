@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from data.blend import BlendedSamples, BlendOrder, Stretch
+from data.blend import BlendedSamples, Stretch
 from gpt.checkpoint.layout import Progress
 from gpt.settings.data import ScheduledWeights
 from gpt.settings.schedule import consumed_samples_after
@@ -33,13 +33,13 @@ def arrange(
 
 def mixture_at(samples: BlendedSamples, sample: int) -> dict[str, Any]:
     """Return what a checkpoint says of the corpora if `sample` is the next one; see `MIXTURE`."""
-    first_sample, weights, taken = samples.stretch_of(sample)
-    found = zip(samples.fingerprints, weights, taken, strict=True)
+    stretch = samples.stretch_of(sample)
+    found = zip(samples.fingerprints, stretch.weights, stretch.taken, strict=True)
     corpora = [
         {"prefix": prefix, "fingerprint": fingerprint, "weight": weight, "taken": number}
         for (prefix, fingerprint), weight, number in found
     ]
-    return {"first_sample": first_sample, "corpora": corpora}
+    return {"first_sample": stretch.first_sample, "corpora": corpora}
 
 
 def _first_stretch(samples: BlendedSamples, weights: tuple[float, ...], progress: Progress) -> Stretch:
@@ -54,8 +54,7 @@ def _first_stretch(samples: BlendedSamples, weights: tuple[float, ...], progress
     is_same = places == list(range(len(before.weights)))
     if is_same and all(map(math.isclose, _shares(weights), _shares(before.weights))):
         return before
-    counts = BlendOrder(before.weights).counts_before(progress.consumed_samples - before.first_sample).tolist()
-    stand = [taken + count for taken, count in zip(before.taken, counts, strict=True)]
+    stand = before.taken_before(progress.consumed_samples)
     first = Stretch(progress.consumed_samples, weights, tuple(0 if place is None else stand[place] for place in places))
     logger.warning(
         "the mixture of corpora has changed: %s",

@@ -240,11 +240,8 @@ def _convert_single(hint: Any, value: Any) -> Any:
 def _convert_group(kind: Any, values: dict[str, Any]) -> Any:
     """Return the group of settings that has these values."""
     names = list(field_types(kind))
-    for name in [*values, *names]:
-        if name not in names:
-            raise _WrongValueError(f"has {shown(name)}, which is none of {', '.join(names)}")
-        if name not in values:
-            raise _WrongValueError(f"has no {name}")
+    if sorted(values) != sorted(names):
+        raise _WrongValueError(f"has the settings {', '.join(values)}, and not {', '.join(names)}")
     return kind(**values)
 
 

@@ -83,7 +83,7 @@ def test_datasets_go_on_where_they_stand_when_weights_change():
     unchanged = [samples[i] for i in range(1000)]
     samples.arrange(Stretch(0, (0.5, 0.5), (0, 0)), [(1000, (0.9, 0.1)), (1500, (0, 1))])
     assert [samples[i] for i in range(1000)] == unchanged
-    assert [samples.taken_before(i) for i in (1000, 1500, 2000)] == [(500, 500), (950, 550), (950, 1050)]
+    assert [samples.stretch_of(i).taken_before(i) for i in (1000, 1500, 2000)] == [(500, 500), (950, 550), (950, 1050)]
     assert sorted(samples[i] for i in range(2000)) == sorted([*range(950), *range(1050)])
     later = BlendedSamples([Numbered(), Numbered()], [1, 1])
     later.arrange(samples.stretch_of(1400))

@@ -64,8 +64,11 @@ def test_a_schedule_of_weights_is_read_from_the_file_of_a_run(tmp_path: Path):
         ("[{step: 2, weights: [1, 1]}]", r"data.schedule has the weights \[1.0, 1.0\] at step 2, and data.path 1 corp"),
         ("[{step: 2, weights: [0]}]", "give each of them a weight, one of them above 0"),
         ("[{step: -1, weights: [1]}]", "data.schedule.step=-1 is below 0"),
-        ("[{step: 1, weight: [1]}]", "data.schedule=.* contains .*, which has weight, which is none of step, weights"),
-        ("[{step: 1}]", "which has no weights"),
+        (
+            "[{step: 1, weight: [1]}]",
+            "data.schedule=.* contains .*, which has the settings step, weight, and not step, weights",
+        ),
+        ("[{step: 1}]", "which has the settings step, and not step, weights"),
         ("[1]", "contains 1, an integer; choose a list, each element a group of settings"),
     ],
 )
