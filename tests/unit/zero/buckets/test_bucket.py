@@ -1,4 +1,4 @@
-"""The gradients of one bucket: staged in memory that is not initialized, reduced whole, added to the sum."""
+"""The gradients of one bucket: staged in memory that is not initialized, and added to the sum."""
 
 from dataclasses import replace
 
@@ -15,16 +15,9 @@ from zero.homes.of_settings import homes_of
 from zero.memory.placement import NO_OFFLOAD, device_allocator
 from zero.memory.staging import BufferPool
 from zero.partition.layout import Ranges
-from zero.partition.stage import STAGES, GradientTypes, Lifetime, ShardingPolicy
+from zero.partition.stage import STAGES, GradientTypes, Lifetime
 
 CPU, FP32 = torch.device("cpu"), torch.float32
-
-
-def pool_of_nan() -> BufferPool:
-    """Make a pool whose buffer, longer than the bucket, has been used before."""
-    pool = BufferPool(device_allocator(CPU, TensorKind.BUFFERS), 16, [FP32])
-    pool.put_back(pool.take(FP32).fill_(torch.nan), Work())
-    return pool
 
 
 class Alone(Direct):
@@ -34,16 +27,13 @@ class Alone(Direct):
         return 2.0
 
 
-def bucket_gradient(policy: ShardingPolicy) -> tuple[BucketGradient, nn.Parameter, nn.Parameter]:
-    """Make a bucket of two parameters, of 3 and 4 elements, with a gap after each."""
-    first, second = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(4))
-    parts = {first: range(100, 103), second: range(104, 108)}
+def bucket_gradient(param: nn.Parameter, lifetime: Lifetime) -> BucketGradient:
+    """Make a bucket of a parameter of 3 elements and a gap, of which this rank owns 5."""
     transport = Alone(Axis.trivial("data")).bind(Ranges(range(100, 110), range(100, 105), range(100, 105)))
-    gaps, types = [range(103, 104), range(108, 110)], GradientTypes(FP32, FP32)
-    grads = BucketGradient(transport, parts, gaps, types, policy, homes_of(NO_OFFLOAD, CPU))
-    if grads.staged is not None:
-        grads.staged.fill_(torch.nan)
-    return grads, first, second
+    policy, types = replace(STAGES[2], owned_grads=lifetime), GradientTypes(FP32, FP32)
+    return BucketGradient(
+        transport, {param: range(100, 103)}, [range(103, 110)], types, policy, homes_of(NO_OFFLOAD, CPU)
+    )
 
 
 def reduced(grads: BucketGradient, param: nn.Parameter, value: float, pool: BufferPool) -> Tensor:
@@ -56,12 +46,13 @@ def reduced(grads: BucketGradient, param: nn.Parameter, value: float, pool: Buff
 
 @pytest.mark.parametrize("lifetime", Lifetime)
 def test_the_sum_is_that_of_all_reductions_since_it_was_freed(lifetime):
-    grads, first, _ = bucket_gradient(replace(STAGES[2], owned_grads=lifetime))
-    pool = pool_of_nan()
+    param = nn.Parameter(torch.zeros(3))
+    grads, pool = bucket_gradient(param, lifetime), BufferPool(device_allocator(CPU, TensorKind.BUFFERS), 16, [FP32])
+    pool.put_back(pool.take(FP32).fill_(torch.nan), Work())  # it has been used before
     for _ in range(2):
         assert (grads.own.untyped_storage().nbytes() == 0) == (lifetime is Lifetime.TRANSIENT)
-        assert reduced(grads, first, 3.0, pool).tolist() == [3, 3, 3, 0, 0]
-        assert reduced(grads, first, 4.0, pool).tolist() == [7, 7, 7, 0, 0]
+        assert reduced(grads, param, 3.0, pool).tolist() == [3, 3, 3, 0, 0]
+        assert reduced(grads, param, 4.0, pool).tolist() == [7, 7, 7, 0, 0]
         grads.free()
 
 

@@ -43,20 +43,20 @@ class NotedReads:
     def after_saving(self, param: nn.Parameter) -> None: ...
 
 
-def flat_parameters(lifetime: Lifetime, reads: NotedReads | None = None) -> FlatParameters:
+def flat_parameters(reads: NotedReads) -> FlatParameters:
     """Make a buffer of two buckets of 32 elements, a parameter in each; each rank owns 16 of a bucket."""
     half = torch.arange(32.0)
     params = {"first": nn.Parameter(half.view(4, 8).clone()), "second": nn.Parameter(half.clone())}
-    guard = ParameterGuard({param: name for name, param in params.items()}, reads or NotedReads())
+    guard = ParameterGuard({param: name for name, param in params.items()}, reads)
     config, device = ZeroConfig(3), torch.device("cpu")
     transport = Direct(LateAxis("data", 2, 0, CommLog())).open(device, keeps_full=False)
     context = FlatContext(config, 32, homes_of(NO_OFFLOAD, device), guard, SideStream(device))
-    return FlatParameters(params, lifetime, attrgetter("data"), transport, context)
+    return FlatParameters(params, Lifetime.TRANSIENT, attrgetter("data"), transport, context)
 
 
 def test_reshard_waits_for_running_gathers_before_it_frees_the_buffer():
     reads = NotedReads()
-    flat = flat_parameters(Lifetime.TRANSIENT, reads)
+    flat = flat_parameters(reads)
     first, second = flat.params
     for is_waited_for in (True, False, True):
         flat.start_unshard()
