@@ -408,8 +408,9 @@ class ZeroDataParallel(nn.Module):
         parts = vars(self)
         if sys.is_finalizing() or "_hooks" not in parts:  # its construction has raised
             return
-        self._hooks.remove()
-        self._guard.release_all()
+        if "module" in parts["_modules"]:  # not unwrapped: then it may be inside another engine by now
+            self._hooks.remove()
+            self._guard.release_all()
         for part in (self._hooks, self._passes, self._access, self._guard, self.planner, self.reducer):
             vars(part).clear()
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import zero.fp8
 from parallel.autograd_internals import DisableTorchFunction
 from parallel.mesh import Axis
-from zero import OffloadConfig, ZeroConfig, ZeroDataParallel, ZeroOptimizer
+from zero import OffloadConfig, ShardedParameterError, ZeroConfig, ZeroDataParallel, ZeroOptimizer
 
 LAYOUTS = [
     *({"stage": stage} for stage in range(4)),
@@ -78,7 +78,13 @@ def test_a_module_that_stays_is_plain_and_can_be_wrapped_again(unwraps):
     with model.gathered():
         expected = {name: param.detach().clone() for name, param in module.named_parameters()}
     if unwraps:
-        model.unwrap()
+        again = ZeroDataParallel(model.unwrap(), Axis.trivial("data"), ZeroConfig(3))
+        del model, optimizer
+        with pytest.raises(ShardedParameterError):  # the new engine watches it
+            module[0][0].weight.sum()
+        model, optimizer = again, None
+        again.unwrap()
+        del again
     before = living()
     del model, optimizer
     assert living() < before
