@@ -129,7 +129,7 @@ def wrapped(
     described = row.describe(data)
     if isinstance(described, Transport):
         settings["sum_over_ranks"] = "leaves" if described.is_exact else "fp32" if described.in_fp32 else "message"
-    config = ZeroConfig(stage, 1000, **settings)
+    config = ZeroConfig(stage, 800, **settings)
     home = row.home(torch.device("cpu"))
     homes = Homes(Home(home.accelerator), home, home) if home.is_apart else None
     engine = ZeroDataParallel(model, data, config, transport=described, homes=homes)
