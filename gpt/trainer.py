@@ -101,6 +101,7 @@ class Trainer:
             self._progress = self._recovery.resume(self._settings.to_yaml(), samples_before)
             first = self._progress.step
             self._records.warn_if_rate_changed(first)
+            self._watch.saved()  # from here on, time counts to the next one
             with (
                 self._records.tracked(first),
                 self._watch.handling_signals(),
