@@ -128,7 +128,9 @@ def wrapped(
         block.kinds = nn.ModuleList([block.kinds[row.kind_of(data.rank)]])
     described = row.describe(data)
     if isinstance(described, Transport):
-        settings["sum_over_ranks"] = "leaves" if described.is_exact else "fp32" if described.in_fp32 else "message"
+        settings["sum_over_ranks"] = "leaves" if described.is_exact else "message"
+        if described.in_fp32:  # of messages in half precision, in stages 0 and 1 too
+            settings |= {"sum_over_ranks": "fp32", "reduce_dtype": "bf16"}
     config = ZeroConfig(stage, 800, **settings)
     home = row.home(torch.device("cpu"))
     homes = Homes(Home(home.accelerator), home, home) if home.is_apart else None
