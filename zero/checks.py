@@ -14,6 +14,7 @@ from parallel.mesh import Axis
 from parallel.torch_internals import FakeTensor, storage_id
 from parallel.validation.errors import ConfigError, check_type
 from zero.buckets.guarded_parameter import GuardedParameter, refuse_scripted
+from zero.buckets.home import Homes
 from zero.memory.placement import OffloadConfig
 from zero.order.agreement import check_same_module
 from zero.partition.config import ZeroConfig
@@ -68,13 +69,29 @@ def check_module(module: nn.Module, data: Axis) -> None:
     check_same_module(module, data)
 
 
-def check_arguments(config: ZeroConfig, offload: OffloadConfig, param_dtype: torch.dtype | None) -> None:
+def check_arguments(
+    config: ZeroConfig,
+    offload: OffloadConfig,
+    param_dtype: torch.dtype | None,
+    homes: Homes | None,
+    device: torch.device | None,
+    *,
+    is_built: bool,
+) -> None:
     """Raise TypeError for an argument of another class, and ConfigError if one has no effect with the others."""
     check_type("`config` of ZeroDataParallel", config, ZeroConfig, "such as ZeroConfig(stage=2)")
     check_type("`offload` of ZeroDataParallel", offload, OffloadConfig, 'such as OffloadConfig("host")')
     check_type("`param_dtype` of ZeroDataParallel", param_dtype or torch.bfloat16, torch.dtype, "or None not to cast")
     if param_dtype is not None and not param_dtype.is_floating_point:
         raise ConfigError(f"param_dtype={param_dtype} has no fractions; choose torch.bfloat16, or None not to cast")
+    if homes is not None:
+        check_type("`homes` of ZeroDataParallel", homes, Homes, "such as Homes(Home(device), home, home)")
+        if offload.mode != "accelerator":
+            raise ConfigError(f"OffloadConfig.mode={offload.mode} with `homes`, which say where states are; give one")
+        if device not in (None, homes.device):
+            raise ConfigError(f"device={device} with `homes` of {homes.device}; leave `device` out")
+        if homes.parameters.is_apart and not is_built:
+            raise ConfigError("ShardedInit stores shards where `offload` says, and not in `homes`; give both `offload`")
     if config.policy.full_params is Lifetime.PERSISTENT and offload.offloaded_states == {"parameters"}:
         raise ConfigError(
             f"OffloadConfig.states=[parameters] has no effect at ZeroConfig.stage={config.stage}, which keeps full "

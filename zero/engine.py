@@ -94,7 +94,7 @@ class ZeroDataParallel(nn.Module):
     ):
         super().__init__()
         data, config = as_axis(data), ZeroConfig() if config is None else config
-        check_arguments(config, offload, param_dtype)
+        check_arguments(config, offload, param_dtype, homes, device, is_built=init is None)
         check_module(module, data)
         self.module, self.config, self.data = module, config, data
         self._input_dtype = param_dtype if cast_forward_inputs else None
@@ -112,7 +112,7 @@ class ZeroDataParallel(nn.Module):
         self._make_units(own, context, init)
         if init:
             restore_parameter_tables(module)  # after the last `pop_full`
-        _move_buffers(module, data, device)
+        _move_buffers(module, data, self.homes.device if homes else device)
         trainable = in_order_of_use(self.units.values(), module)
         self.reducer = GradientReducer(trainable, self.transports, config, self.extensions, self.homes)
         self.after_owned_changed()
@@ -395,6 +395,15 @@ class ZeroDataParallel(nn.Module):
         self.reducer.clear()
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> NoReturn:
+        self._refuse_copy()
+
+    def __copy__(self) -> NoReturn:
+        self._refuse_copy()
+
+    def _replicate_for_data_parallel(self) -> NoReturn:
+        self._refuse_copy()
+
+    def _refuse_copy(self) -> NoReturn:
         raise TypeError(
             "a ZeroDataParallel cannot be copied; copy the module inside it, in `with model.gathered() as module:`"
         )
@@ -410,7 +419,10 @@ class ZeroDataParallel(nn.Module):
             return
         if "module" in parts["_modules"]:  # not unwrapped: then it may be inside another engine by now
             self._hooks.remove()
-            self._guard.release_all()
+            set_deferred(self.module, False)
+            for flat in self.flats:  # what is under way is waited for: the memory is freed now
+                flat.end()
+            self.homes.settle()
         for part in (self._hooks, self._passes, self._access, self._guard, self.planner, self.reducer):
             vars(part).clear()
 

@@ -290,7 +290,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return moments + bucket.master.nbytes * needs_own_master + gradient
 
     def place(self, bucket: Bucket, home: Home) -> None:
-        """Move a bucket's master weights, moments and owned gradient, between steps. The gradient's values are lost."""
+        """Move a bucket's master weights, moments and owned gradient, between steps. The gradient's values are lost.
+
+        The bucket's all-gather changes its place in the update: all ranks move the same buckets, or those that are on
+        the accelerator are the first ones of the layout on each. Raises ValueError if states of this model begin in no
+        such home.
+        """
+        if home not in self._model.homes.all:
+            raise ValueError(f"{type(home).__name__} is no home of this model; give it to ZeroDataParallel by `homes`")
         self._model.wait_for_updates()  # gathers read the owned parameters, which may be the master weights
         bucket.place_master(home)
         self._bucketed.move(self.pieces_of(bucket), bucket.master, partial(home.new, TensorKind.MOMENTS))

@@ -221,6 +221,15 @@ class FlatParameters:
             self._guard.release(param)
         free_storage(self.full)
 
+    def end(self) -> None:
+        """Let go of the parameters when their engine ends: those that are sharded raise if they are read."""
+        self.wait_for_updates()
+        self._wait_for_gathers()
+        for bucket in self.buckets:
+            bucket.params.wait_for_update()
+        for param in self._views:
+            self._guard.end(param) if self.is_sharded else self._guard.release(param)
+
     # [Note: replacing] `param.data = values` changes no version in torch, and what autograd has saved keeps the values
     # of before: weights may be replaced for a forward and restored before its backward. So the parameter refers to a
     # copy, and the buffer is not written, until the step or a checkpoint needs the values or, if they are transient,

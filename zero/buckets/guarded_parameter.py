@@ -117,10 +117,11 @@ class ParameterGuard:
             param.__class__ = self._original[param]  # type: ignore[assignment]
             del param.zero_guard
 
-    def release_all(self) -> None:
-        """Give all parameters their own classes back."""
-        for param in self._original:
-            self.release(param)
+    def end(self, param: nn.Parameter) -> None:
+        """Let each read of a parameter raise from now on: its engine ends, and its values are sharded."""
+        self.watch(param)
+        if isinstance(param, GuardedParameter):
+            param.zero_guard = ParameterGuard(EndedNames(), EndedReads())
 
     def check(self, module: nn.Module, params: Iterable[nn.Parameter]) -> None:
         """Raise ValueError if parameters have been unfrozen, or some of `params` frozen, since `module` was wrapped.
@@ -157,6 +158,29 @@ class ParameterGuard:
         if issubclass(original, nn.Parameter):
             param.__class__ = guarded_class(original, guarded)
             param.zero_guard = self  # type: ignore[attr-defined]
+
+
+class EndedNames(dict[nn.Parameter, str]):
+    """The names of parameters whose engine has ended, to which nothing refers."""
+
+    def __missing__(self, param: nn.Parameter) -> str:
+        return "a parameter"
+
+
+class EndedReads:
+    """The reads of parameters that were sharded when their engine ended."""
+
+    def before_read(self, param: nn.Parameter) -> None:
+        raise ShardedParameterError(
+            f"a parameter of shape {tuple(param.shape)} was sharded when its ZeroDataParallel ended, and no rank has "
+            "all of its values; call `unwrap()` before the last reference to the model is dropped"
+        )
+
+    def after_saving(self, param: nn.Parameter) -> None:
+        self.before_read(param)
+
+    def replace(self, param: nn.Parameter, values: Tensor) -> None:
+        self.before_read(param)
 
 
 def refuse_scripted(module: nn.Module) -> None:

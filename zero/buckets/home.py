@@ -109,7 +109,12 @@ class Homes:
     parameters: Home
     """Of parameters that are divided."""
     optimizer: Home
-    """Of owned gradients, master weights and moments."""
+    """Of owned gradients, master weights and moments. If both are apart from the accelerator, they are one."""
+
+    def __post_init__(self) -> None:
+        apart = {home for home in (self.parameters, self.optimizer) if home.is_apart}
+        if len(apart) > 1 or not {self.accelerator, *apart}.issuperset((self.parameters, self.optimizer)):
+            raise ValueError("`Homes` are of one accelerator, and of one other home at most")
 
     @property
     def device(self) -> torch.device:

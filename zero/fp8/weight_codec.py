@@ -38,6 +38,8 @@ class Rectangle(NamedTuple):
 class WeightCodec:
     """The codes of all weights of a model that are sent in FP8, with a scale for each block."""
 
+    name = "FP8"
+
     def __init__(self, blocks_of: Mapping[nn.Parameter, Blocks], device: torch.device):
         self._sizes_of = {param: blocks.sizes(param.shape) for param, blocks in blocks_of.items()}
         shapes = [

@@ -166,7 +166,7 @@ class SumOnHost(GradientSum):
     def _receive(self, values: Tensor, out: Tensor, scale: float, *, adds: bool, is_last: bool) -> None:
         total, cast = values, None
         if _is_cast(self.path):
-            cast = self._home.gradients.take(self.path.types.accumulate)
+            cast = self._home.gradients.take(self.path.types.accumulate, values.numel())
             total = cast[: values.numel()]
         scale_into(total, values, scale)
         if adds:
@@ -186,7 +186,7 @@ class SumOnHost(GradientSum):
 
     def _take(self) -> tuple[Tensor, Tensor]:
         """Return a buffer on the accelerator, and a view of it as long as `rest`."""
-        buffer = self._home.gradients.take(self.path.types.accumulate)
+        buffer = self._home.gradients.take(self.path.types.accumulate, self.rest.numel())
         return buffer, buffer[: self.rest.numel()]
 
 

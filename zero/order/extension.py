@@ -13,7 +13,10 @@ Extended = TypeVar("Extended", bound="Extension")
 
 
 class Extension:
-    """An observer of an engine, whose methods do nothing. The host calls them; those that launch do so on all ranks."""
+    """An observer of an engine, whose methods do nothing. The host calls them; those that launch do so on all ranks.
+
+    One that refers to the engine keeps its memory until Python's collector of cycles runs.
+    """
 
     def on_round(self, following: Round) -> None:
         """Note that the launches from here on belong to another round of the step."""
@@ -59,7 +62,7 @@ class Extensions:
         try:
             yield extension
         finally:
-            self._all.remove(extension)
+            self._all = [each for each in self._all if each is not extension]
             self._select()
 
     def _select(self) -> None:

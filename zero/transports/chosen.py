@@ -45,6 +45,11 @@ class Transports:
                 opened[one] = one.open(device, keeps_full=keeps_full)
             self._of[param] = opened[one]
         self._data, self.opened = data, list(opened.values())
+        if sum(one.is_lossy for one in self.opened) > 1:
+            raise ConfigError(
+                f"ZeroConfig.gather_dtype={config.gather_dtype} with {len(self.opened)} transports: scales are those "
+                "of one; give one `transport` object to all parameters, or choose gather_dtype=null"
+            )
         self.grain = math.lcm(*(one.grain(config.alignment) for one in self.opened))
         """The number of elements of which a bucket of any transport has a multiple."""
         kinds = {(one.is_exact, one.counted if one.is_exact else None): one.name for one in self.opened}

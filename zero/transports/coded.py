@@ -21,6 +21,9 @@ from zero.partition.layout import Ranges, Slice, cut, overlap
 class Codec(Protocol):
     """Codes of parameters, a byte an element, which depend on the values of all ranks."""
 
+    name: str
+    """In errors: "FP8"."""
+
     def measure(self, owned: Iterable[tuple[Slice, Tensor]], owners: Axis) -> None:
         """Read the values of parts of parameters; all ranks of `owners` call it, each with what it owns."""
 
@@ -54,7 +57,7 @@ class Coded(Transport):
 
     @property
     def name(self) -> str:
-        return f"{self._base.name} in FP8"
+        return f"{self._base.name} in {self._codec.name}"
 
     def open(self, device: torch.device, *, keeps_full: bool) -> Self:
         return type(self)(self._base.open(device, keeps_full=keeps_full), self._codec)

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from parallel.mesh import Axis, Mesh
 from tests.ranks import run_ranks
 from zero.engine import ZeroDataParallel
-from zero.homes.on_host import OnHost
 from zero.optimizer import ZeroOptimizer
 from zero.partition.config import ZeroConfig
 from zero.state.rank_state import RankState
@@ -56,7 +55,7 @@ READS: dict[str, Callable[[ZeroDataParallel, ZeroOptimizer], object]] = {
     "unwrapped": lambda model, _: model.unwrap(),
     "all updates": lambda model, _: model.wait_for_updates(),
     "changes": lambda _, optimizer: optimizer.take_changes(),
-    "placement": lambda model, optimizer: optimizer.place(optimizer.buckets[0], OnHost(model.homes.device)),
+    "placement": lambda model, optimizer: optimizer.place(optimizer.buckets[0], model.homes.accelerator),
     "saved state": lambda model, optimizer: RankState(model, optimizer).load_owned(NothingSaved()),
     "nothing": lambda *_: None,
 }

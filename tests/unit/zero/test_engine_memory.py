@@ -1,8 +1,10 @@
 """The memory of an engine ends with it: no collector of cycles has to run."""
 
+import copy
 import gc
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +13,20 @@ from torch import Tensor, nn
 import zero.fp8
 from parallel.autograd_internals import DisableTorchFunction
 from parallel.mesh import Axis
-from zero import OffloadConfig, ShardedParameterError, ZeroConfig, ZeroDataParallel, ZeroOptimizer
+from zero import (
+    ConfigError,
+    Direct,
+    Home,
+    Homes,
+    OffloadConfig,
+    OnHost,
+    ShardedInit,
+    ShardedParameterError,
+    ZeroConfig,
+    ZeroDataParallel,
+    ZeroOptimizer,
+)
+from zero.partition.stage import STAGES
 
 LAYOUTS = [
     *({"stage": stage} for stage in range(4)),
@@ -49,6 +64,11 @@ def train(module: nn.Module, mode: str, **layout: object) -> tuple[ZeroDataParal
             loss.backward()
         optimizer.zero_grad() if breaks else optimizer.step()
     return model, optimizer
+
+
+def host_homes(device: torch.device) -> Homes:
+    host = OnHost(device)
+    return Homes(Home(device), host, host)
 
 
 def blocks() -> nn.Sequential:
@@ -94,3 +114,49 @@ def test_a_module_that_stays_is_plain_and_can_be_wrapped_again(unwraps):
     assert all(param.grad is not None for param in module.parameters())
     module.zero_grad()
     train(module, "accelerator", stage=3)
+
+
+def test_parameters_that_were_sharded_when_their_engine_ended_raise_if_they_are_read():
+    module = blocks()
+    model, optimizer = train(module, "accelerator", stage=3)
+    del model, optimizer
+    with pytest.raises(ShardedParameterError, match="was sharded when its ZeroDataParallel ended"):
+        module(torch.randn(4, 32))
+    with pytest.raises(ConfigError, match="inside a ZeroDataParallel already"):
+        ZeroDataParallel(module, Axis.trivial("data"))
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda model: model._replicate_for_data_parallel()])
+def test_a_copy_of_an_engine_is_refused(copied):
+    model, _ = train(blocks(), "accelerator", stage=3)
+    with pytest.raises(TypeError, match="cannot be copied"):
+        copied(model)
+
+
+@pytest.mark.parametrize(
+    ("homes", "given", "error"),
+    [
+        (OnHost, {}, "of class OnHost, not of class Homes"),
+        (host_homes, {"offload": OffloadConfig("host")}, "OffloadConfig.mode=host with `homes`"),
+        (host_homes, {"device": torch.device("meta")}, "device=meta with `homes` of cpu"),
+        (host_homes, {"init": ShardedInit(Axis.trivial("data"), STAGES[3])}, "ShardedInit stores shards where"),
+    ],
+)
+def test_homes_beside_what_contradicts_them_are_refused(homes, given, error):
+    with pytest.raises((ConfigError, TypeError), match=error):
+        ZeroDataParallel(blocks(), Axis.trivial("data"), ZeroConfig(3), homes=homes(torch.device("cpu")), **given)
+
+
+def test_a_bucket_moves_only_to_a_home_of_the_model():
+    model, optimizer = train(blocks(), "accelerator", stage=2)
+    with pytest.raises(ValueError, match="OnHost is no home of this model"):
+        optimizer.place(optimizer.buckets[0], OnHost(model.homes.device))
+    with pytest.raises(ValueError, match="one other home at most"):
+        Homes(model.homes.accelerator, OnHost(model.homes.device), OnHost(model.homes.device))
+
+
+def test_codes_of_several_transports_are_refused():
+    data = Axis.trivial("data")
+    two_ranks, config = replace(data, size=2), ZeroConfig(3, gather_dtype="fp8")
+    with pytest.raises(ConfigError, match="gather_dtype=fp8 with 6 transports"):
+        ZeroDataParallel(blocks(), data, config, transport=lambda *_: Direct(two_ranks))

@@ -15,11 +15,13 @@ LARGEST = 127
 class WholeNumbers:
     """Codes of all parameters of a model, relative to the largest magnitude of all of them."""
 
+    name = "whole numbers"
+
     def __init__(self) -> None:
         self.step = torch.ones(())
 
     def measure(self, owned: Iterable[tuple[Slice, Tensor]], owners: Axis) -> None:
-        largest = torch.stack([values.abs().amax().float() for _, values in owned]).amax()
+        largest = torch.stack([torch.zeros(()), *(values.abs().amax().float() for _, values in owned)]).amax()
         owners.all_reduce(largest, out=largest, op=dist.ReduceOp.MAX).wait()
         self.step = largest / LARGEST
 
