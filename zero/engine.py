@@ -420,11 +420,13 @@ class ZeroDataParallel(nn.Module):
         if "module" in parts["_modules"]:  # not unwrapped: then it may be inside another engine by now
             self._hooks.remove()
             set_deferred(self.module, False)
-            for flat in self.flats:  # what is under way is waited for: the memory is freed now
-                flat.end()
+            for unit in self.units.values():  # what is under way is waited for: the memory is freed now
+                unit.end()
             self.homes.settle()
-        for part in (self._hooks, self._passes, self._access, self._guard, self.planner, self.reducer):
-            vars(part).clear()
+        # A graph may still refer to the other parts, and its backward run.
+        self._guard.end_all()
+        self._passes.end()
+        vars(self._hooks).clear()
 
     def _unit_names(self) -> list[str]:
         """Return the names of the modules whose parameters are unsharded together; "" is the whole module."""

@@ -123,6 +123,12 @@ class ParameterGuard:
         if isinstance(param, GuardedParameter):
             param.zero_guard = ParameterGuard(EndedNames(), EndedReads())
 
+    def end_all(self) -> None:
+        """Refer to neither the engine's units nor its gradients any more."""
+        self.reads, self._structure = EndedReads(), None
+        self.gradients.clear()
+        self.names.clear()
+
     def check(self, module: nn.Module, params: Iterable[nn.Parameter]) -> None:
         """Raise ValueError if parameters have been unfrozen, or some of `params` frozen, since `module` was wrapped.
 

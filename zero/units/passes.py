@@ -62,6 +62,10 @@ class Passes:
         """Tell `listener` of all passes from now on."""
         self._listeners.append(listener)
 
+    def end(self) -> None:
+        """Tell nobody of passes any more: the engine ends."""
+        self._listeners.clear()
+
     def watch_gradients(self) -> list[RemovableHandle]:
         """Take each gradient as soon as autograd has accumulated it; return the handles of the hooks."""
         # A weak reference: the garbage collector does not follow references of such hooks, and would never free this.

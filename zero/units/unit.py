@@ -142,6 +142,13 @@ class Unit:
             flat.unwrap(device)
         self._readers.clear()
 
+    def end(self) -> None:
+        """Let go of the parameters, and of other units, when the engine ends."""
+        for flat in self.flats:
+            flat.end()
+        self._readers.clear()
+        self._others.clear()
+
     def _gather_lost_digits(self) -> None:
         """Gather again what was unsharded before, and has lost digits."""
         if any(flat.transport.is_lossy for flat in self.flats):
