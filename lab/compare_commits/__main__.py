@@ -152,13 +152,13 @@ def _git(*words: str) -> None:
         raise ConfigError(f"git {' '.join(words)}: {ended.stderr.strip().splitlines()[-1]}")
 
 
-def prepare_text(folder: Path) -> Path:
-    """Prepare a text for both sides, and return its PREFIX."""
+def prepare_text(folder: Path, tree: Path) -> Path:
+    """Prepare a text by the program in `tree`, the older one, which the other one reads too; return its PREFIX."""
     prefix, source = folder / "text", folder / "text.jsonl"
     paragraphs = [part for path in sorted((ROOT / "docs").glob("*.md")) for part in path.read_text().split("\n\n")]
     source.write_text("".join(json.dumps({"text": paragraph}) + "\n" for paragraph in paragraphs))
     words = [f"--source={source}", f"--output={prefix}", f"--train_vocab_size={VOCAB_SIZE}", "--workers=1"]
-    subprocess.run([sys.executable, "-m", "data.prepare", *words], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([sys.executable, "-m", "data.prepare", *words], cwd=tree, check=True, stdout=subprocess.DEVNULL)
     return prefix
 
 
@@ -168,7 +168,7 @@ def both_sides(before: str, after: str | None, more: Sequence[str]) -> Iterator[
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         with checkout(before, folder / "BEFORE") as old, checkout(after, folder / "AFTER") as new:
-            words = [f"--data.path={prepare_text(folder)}", *more]
+            words = [f"--data.path={prepare_text(folder, old)}", *more]
             sides = Side(old, folder / "runs-before", words), Side(new, folder / "runs-after", words)
             try:
                 yield sides
