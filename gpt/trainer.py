@@ -129,7 +129,7 @@ class Trainer:
             )
         else:
             self._console.say(f"{stopped}; start again to resume")
-            self._recovery.save(self._progress)
+            self._recovery.save(self._progress_to_save())
 
     def _run_steps(self, roll_backs: RollBacks) -> bool:
         """Run steps until the last one, a signal or a roll-back; return False after a roll-back."""
@@ -184,10 +184,14 @@ class Trainer:
             if is_due:
                 self._auditor.raise_found()  # a state that is known to be damaged is not saved
                 with self.state.mesh.log.during("checkpoint"):
-                    save(self._progress)
+                    save(self._progress_to_save())
                 self._throughput.restart()
         if is_checkpoint_due:
             self._watch.saved()
+
+    def _progress_to_save(self) -> Progress:
+        """Return the progress with where the run stands in each corpus."""
+        return replace(self._progress, mixture=mixture_at(self._corpus.samples, self._progress.consumed_samples))
 
     def _batches(self) -> Generator[tuple[int, list[MicroBatch]], None, None]:
         """Yield (global batch size, this rank's micro-batches on its device) of every step that is left."""
@@ -228,8 +232,7 @@ class Trainer:
                 state.model, state.optimizer, micro_batches, state.mesh, state.guard, measure_layer_norms, leaves
             )
         sent = {name: number - sent_before[name] for name, number in sent_bytes(state.mesh.log).items()}
-        mixture = mixture_at(self._corpus.samples, sum(samples))
-        self._progress = replace(self._progress, step=step, consumed_samples=sum(samples), mixture=mixture)
+        self._progress = replace(self._progress, step=step, consumed_samples=sum(samples))
         self._throughput.count(batch_size)
         trials = self._due_trials()
         if not trials and step > 1 and not self._is_due(settings.train.log_every):
