@@ -185,8 +185,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         model.before_step(self._pieces.params)
         model.reducer.complete()
         self._unused.find(model.reducer.used, axes, model.homes.device)
-        for before_update in model.extensions.before_update:
-            before_update()
+        model.extensions.before_update()
         model.planner.before_update(axes)
         self._bucket_groups.settle()  # gradients that were copied to their homes
         for sums, parts in self._sums:
@@ -205,8 +204,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.loss_scale.note(found_inf)
         if self._release():
             model.planner.after_update(axes, self.buckets, self.bytes_to_place, self.place)
-        for after_update in model.extensions.after_update:
-            after_update()
+        model.extensions.after_update()
         self._skipped_steps.record(found_inf, skipped)  # last: it may raise
         return norm if closure is None else loss
 

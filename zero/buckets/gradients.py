@@ -144,9 +144,9 @@ class GradientReducer:
 
         Raises ValueError if the backward before did not end, or if it was the last of its step.
         """
-        self._discards = False in [on_backward() for on_backward in self._extensions.on_backward]
+        self._discards = not self._extensions.on_backward()
         if self._discards:  # between two backwards, or after the last of a step: their state stays
-            self._begin_round(Round.ACCUMULATION)
+            self._extensions.on_round(Round.ACCUMULATION)
             return
         if self._backward is BackwardState.REDUCING:
             raise ValueError("the backward before this one broke off; call `optimizer.zero_grad()` before the next one")
@@ -169,7 +169,7 @@ class GradientReducer:
                 bucket.grads.keep(self.reductions.staging)
         self._backward = BackwardState.REDUCING if self.reduces(is_last) else BackwardState.ACCUMULATING
         self._last_backward_has_begun = is_last
-        self._begin_round(Round.BACKWARD if self.reduces(is_last) else Round.ACCUMULATION)
+        self._extensions.on_round(Round.BACKWARD if self.reduces(is_last) else Round.ACCUMULATION)
 
     def complete(self) -> None:
         """Reduce the gradients of a step whose last backward has not run, or reached no parameter on this rank."""
@@ -178,7 +178,7 @@ class GradientReducer:
                 transport.check_missing_backward()
             self.begin(is_last=True)
             self.end()
-        self._begin_round(Round.STEP)
+        self._extensions.on_round(Round.STEP)
 
     def accept(self, param: nn.Parameter, grad: Tensor) -> None:
         """Write a gradient to the buckets in which the parameter has elements, in the order of reduction."""
@@ -189,8 +189,7 @@ class GradientReducer:
             )
         tagged(TensorKind.GRADIENTS, grad)
         grad = grad.reshape(-1)
-        for on_gradient in self._extensions.on_gradient:
-            on_gradient(self._order.numbers[param], grad)
+        self._extensions.on_gradient(self._order.numbers[param], grad)
         if self._discards:
             return
         self.used.add(param)
@@ -257,13 +256,8 @@ class GradientReducer:
             bucket.grads.unstage(self.reductions.staging)
             bucket.grads.free()
 
-    def _begin_round(self, following: Round) -> None:
-        for on_round in self._extensions.on_round:
-            on_round(following)
-
     def _launch_ready(self) -> None:
         if self._backward is BackwardState.REDUCING:
             for position, grads in self._order.take_complete():
-                for on_launch in self._extensions.on_launch:
-                    on_launch("reduce", position)
+                self._extensions.on_launch("reduce", position)
                 self.reductions.launch(grads, is_last=self._last_backward_has_begun)

@@ -1,6 +1,6 @@
 """Extensions of an engine, which observe its rounds, launches, gradients and updates; the core knows none of them."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal, TypeVar
 
@@ -40,15 +40,8 @@ class Extension:
         """Note the end of an update, also of one that was skipped."""
 
 
-class Extensions:
-    """The extensions of an engine: for each method, in their order, those of the ones that override it."""
-
-    on_round: list[Callable[[Round], None]]
-    on_launch: list[Callable[[Launch, int], None]]
-    on_backward: list[Callable[[], bool | None]]
-    on_gradient: list[Callable[[int, Tensor], None]]
-    before_update: list[Callable[[], None]]
-    after_update: list[Callable[[], None]]
+class Extensions(Extension):
+    """The extensions of an engine as one: each method calls, in their order, those that override it."""
 
     def __init__(self, extensions: Sequence[Extension]):
         self._all = list(extensions)
@@ -65,7 +58,32 @@ class Extensions:
             self._all = [each for each in self._all if each is not extension]
             self._select()
 
+    def on_round(self, following: Round) -> None:
+        for each in self._overriding["on_round"]:
+            each.on_round(following)
+
+    def on_launch(self, kind: Launch, number: int) -> None:
+        for each in self._overriding["on_launch"]:
+            each.on_launch(kind, number)
+
+    def on_backward(self) -> bool:
+        return False not in [each.on_backward() for each in self._overriding["on_backward"]]
+
+    def on_gradient(self, number: int, grad: Tensor) -> None:
+        for each in self._overriding["on_gradient"]:
+            each.on_gradient(number, grad)
+
+    def before_update(self) -> None:
+        for each in self._overriding["before_update"]:
+            each.before_update()
+
+    def after_update(self) -> None:
+        for each in self._overriding["after_update"]:
+            each.after_update()
+
     def _select(self) -> None:
-        for name in (name for name in vars(Extension) if not name.startswith("_")):
-            overriding = [each for each in self._all if getattr(type(each), name) is not getattr(Extension, name)]
-            setattr(self, name, [getattr(each, name) for each in overriding])
+        names = [name for name in vars(Extension) if not name.startswith("_")]
+        self._overriding = {
+            name: [each for each in self._all if getattr(type(each), name) is not getattr(Extension, name)]
+            for name in names
+        }

@@ -80,16 +80,14 @@ class Passes:
     def begin_forward(self, is_whole: bool = True) -> None:
         """Begin a forward of the whole model or of a part; not one that a backward runs again."""
         self.finalize()
-        for on_round in self._extensions.on_round:
-            on_round(Round.FORWARD)
+        self._extensions.on_round(Round.FORWARD)
         for listener in self._listeners:
             listener.begin_forward(is_whole)
         self._awaits_backward |= torch.is_grad_enabled()
 
     def begin_read(self) -> None:
         """Let the next gathers be those of a read of parameters, outside of all passes."""
-        for on_round in self._extensions.on_round:
-            on_round(Round.READ)
+        self._extensions.on_round(Round.READ)
 
     def enter_backward(self) -> None:
         """Begin the backward, unless it has begun already: each hook inside a backward calls this first."""

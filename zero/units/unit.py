@@ -76,7 +76,7 @@ class Unit:
 
     @outside_of_transforms
     def _launch_gathers(self, lossless: bool) -> None:
-        self._note_gather()
+        self._extensions.on_launch("gather", self._number)
         for flat in self.flats:
             flat.start_unshard(lossless=lossless)
 
@@ -152,13 +152,9 @@ class Unit:
     def _gather_lost_digits(self) -> None:
         """Gather again what was unsharded before, and has lost digits."""
         if any(flat.transport.is_lossy for flat in self.flats):
-            self._note_gather()
+            self._extensions.on_launch("gather", self._number)
         for flat in self.flats:
             flat.gather_lost_digits()
-
-    def _note_gather(self) -> None:
-        for on_launch in self._extensions.on_launch:
-            on_launch("gather", self._number)
 
 
 @dataclass(eq=False)
