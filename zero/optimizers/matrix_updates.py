@@ -9,7 +9,7 @@ What is element-wise stays with the owners of stretches, and only directions and
 everywhere would send N/2 times as much, and every rank would compute every matrix.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
@@ -19,7 +19,7 @@ from parallel.memory_kinds import TensorKind, allocating
 from parallel.tensor.split_parameters import packed_rows, split_dims
 from zero.buckets.bucket import Bucket
 from zero.buckets.flat import FlatParameters
-from zero.buckets.home import Home
+from zero.buckets.home import Homes
 from zero.optimizers.exchange import MatrixExchange, join, take_apart
 from zero.optimizers.matrices import Matrix, assign, matrices_of, near_owners
 from zero.optimizers.matrix_method import MatrixMethod
@@ -39,13 +39,13 @@ class MatrixUpdates(AssembledUpdates):
         module: nn.Module,
         pieces: OwnedPieces,
         axes: Axes,
-        accelerator: Home,
+        homes: Homes,
         *,
         one_by_one: bool,
     ):
         """Plan the messages; `axes`: (shard, replica, tensor), over all of which matrices are divided."""
         shard, replica, tensor = axes
-        self._inner, self._groups, self._device, self._tensor_axis = inner, groups, accelerator.device, tensor
+        self._inner, self._groups, self._device, self._tensor_axis = inner, groups, homes.device, tensor
         joined = tensor if inner.defaults.get("joins_parts", True) else tensor.without_peers()
         params = {param: number for param, number in pieces.group_of.items() if number in groups}
         owned = pieces.by_bucket.items()
@@ -71,7 +71,7 @@ class MatrixUpdates(AssembledUpdates):
             Round(
                 MatrixExchange(self.matrices, chosen, self.assignment, layouts, own, divided_axes),
                 inner.message_dtype,
-                accelerator,
+                homes,
             )
             for chosen in rounds_of(self.matrices, self.assignment)
         ]
@@ -80,8 +80,11 @@ class MatrixUpdates(AssembledUpdates):
         """Begin an update: allocate the messages."""
         for number in self._groups:
             self._inner.start_round(self._inner.param_groups[number])
+        apart = [bucket for bucket in self.buckets if bucket.home.is_apart]
+        pieces = [piece for bucket in apart for piece in self._pieces[bucket]]
         for one in self._rounds:
-            one.allocate(self._elsewhere(one))
+            places = [stretch.place for piece in pieces for stretch in one.exchange.stretches[piece]]
+            one.allocate(places if len(apart) < len(self.buckets) else [one.elements])
 
     def prepare(self, bucket: Bucket, grad: Tensor) -> None:
         """Update the states of a bucket's owned stretches, and write their directions; `grad` is its flat gradient."""
@@ -154,17 +157,6 @@ class MatrixUpdates(AssembledUpdates):
         """Return the states of a matrix, which are made if there are none."""
         with allocating(TensorKind.MOMENTS):
             return self._inner.state_of_matrix(number, self.matrices[number].whole_shape, self._device)
-
-    def _elsewhere(self, one: Round) -> dict[Home, Sequence[range]]:
-        """Return the elements of a message that are written in other homes than the accelerator, by home."""
-        found: defaultdict[Home, list[range]] = defaultdict(list)
-        apart = [bucket for bucket in self.buckets if bucket.home.is_apart]
-        for bucket in apart:
-            for piece in self._pieces[bucket]:
-                found[bucket.home] += [stretch.place for stretch in one.exchange.stretches[piece]]
-        if len(found) == 1 and len(apart) == len(self.buckets):
-            return {home: [one.elements] for home in found}
-        return dict(found)
 
     def _transform(self, numbers: list[int], parts: list[Tensor]) -> None:
         matrix = self.matrices[numbers[0]]

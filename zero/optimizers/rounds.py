@@ -6,14 +6,14 @@ applied while the last ones return.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from parallel.memory_kinds import TensorKind, allocating
 from zero.buckets.bucket import Bucket
-from zero.buckets.home import Home
+from zero.buckets.home import Home, Homes
 from zero.optimizers.exchange import MatrixExchange
 from zero.optimizers.matrices import Assignment, Matrix
 from zero.partition.layout import cut
@@ -22,27 +22,30 @@ from zero.partition.layout import cut
 class Round:
     """An exchange during an update. Its owned stretches are on the accelerator, or in the home of their bucket."""
 
-    def __init__(self, exchange: MatrixExchange, dtype: torch.dtype, accelerator: Home):
-        self.exchange, self._dtype, self._accelerator = exchange, dtype, accelerator
+    def __init__(self, exchange: MatrixExchange, dtype: torch.dtype, homes: Homes):
+        self.exchange, self._dtype, self._homes = exchange, dtype, homes
         self.elements = range(exchange.numel)
-        self._elsewhere: dict[Home, Tensor] = {}  # pinned, and kept for the whole run
-        self._places: Mapping[Home, Sequence[range]] = {}
+        self._apart: Tensor | None = None  # pinned, and kept for the whole run
+        self._places_apart: Sequence[range] = ()
 
-    def allocate(self, places: Mapping[Home, Sequence[range]]) -> None:
-        """Begin an update in which some of the elements are written and read in homes that are apart."""
-        self.on_accelerator, self._places = self._new(self._accelerator), places
-        for home in places:
-            if home not in self._elsewhere:
-                self._elsewhere[home] = self._new(home)
+    def allocate(self, places_apart: Sequence[range]) -> None:
+        """Begin an update in which some of the elements are written and read in a home that is apart."""
+        self.on_accelerator = self._new(self._homes.accelerator)
+        self._places_apart = places_apart
+        if places_apart and self._apart is None:
+            self._apart = self._new(self._homes.optimizer)
 
     def of(self, bucket: Bucket) -> Tensor:
         """Return the message in the home in which a bucket is updated."""
-        return self._elsewhere[bucket.home] if bucket.home.is_apart else self.on_accelerator
+        if not bucket.home.is_apart:
+            return self.on_accelerator
+        assert self._apart is not None
+        return self._apart
 
     def send(self) -> None:
         """Launch the message, after the elements that were written elsewhere have been copied."""
-        for home, there, here in self._copied():
-            home.fetch(there, out=here).wait()
+        for apart, here in self._copied():
+            self._homes.optimizer.fetch(apart, out=here).wait()
         sent, message = cut(self.on_accelerator, self.exchange.sent_part), self.exchange.by_shard
         with allocating(TensorKind.BUFFERS):
             self._received = message.receive_buffer(sent)
@@ -64,24 +67,23 @@ class Round:
         self._work = exchange.by_shard.send_back(received, sent)
 
     def receive(self) -> None:
-        """Wait for the updates, which replicas then give to each other, and copy those of other homes there."""
+        """Wait for the updates, which replicas then give to each other, and copy those of another home there."""
         self._work.wait()
         del self._received  # not before: the message reads it
         self.exchange.gather(self.on_accelerator).wait()
-        for home, there, here in self._copied():
-            home.store(here, out=there).wait()
-        for home in self._places:
-            home.settle()
+        for apart, here in self._copied():
+            self._homes.optimizer.store(here, out=apart).wait()
+        if self._places_apart:
+            self._homes.optimizer.settle()
 
     def free(self) -> None:
         """End an update: free the message on the accelerator."""
         del self.on_accelerator
 
-    def _copied(self) -> Iterator[tuple[Home, Tensor, Tensor]]:
-        """Iterate over (home, elements there, the same on the accelerator)."""
-        for home, places in self._places.items():
-            for place in places:
-                yield home, cut(self._elsewhere[home], place), cut(self.on_accelerator, place)
+    def _copied(self) -> list[tuple[Tensor, Tensor]]:
+        if self._apart is None:
+            return []
+        return [(cut(self._apart, place), cut(self.on_accelerator, place)) for place in self._places_apart]
 
     def _new(self, home: Home) -> Tensor:
         return home.new(TensorKind.BUFFERS, len(self.elements), self._dtype)

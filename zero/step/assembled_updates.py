@@ -88,6 +88,4 @@ def assembled_updates(inner: Any, model: ShardedModel, pieces: OwnedPieces, tens
         return AssembledUpdates(pieces)
     axes = model.shard_axis, model.replica_axis, tensor
     # One by one: bits of what is computed in batches may depend on their size, and so on the number of ranks.
-    return inner.updates_class(
-        inner, groups, model.module, pieces, axes, model.homes.accelerator, one_by_one=model.is_exact
-    )
+    return inner.updates_class(inner, groups, model.module, pieces, axes, model.homes, one_by_one=model.is_exact)
