@@ -91,9 +91,9 @@ def first_token(backend: tokenizers.Tokenizer, configuration: dict[str, object])
         return backend.token_to_id(names[0])
     backend.no_padding()
     try:
-        with library_errors("it is one of characters", "and lacks this one"):
+        with library_errors("the tokenizer cannot encode a text", "give another"):
             ids, of_text = (backend.encode("a", add_special_tokens=is_added).ids for is_added in (True, False))
-    except DataError:
+    except DataError:  # it is one of characters, and lacks this one
         return None
     return ids[0] if len(ids) > len(of_text) and ids[:1] != of_text[:1] else None
 

@@ -53,10 +53,8 @@ class DataSettings:
     padding, and only those that are longer than a sample are cut. best_fit needs data.mask_documents=true."""
 
     def __post_init__(self) -> None:
-        steps, num_corpora = (
-            [change.step for change in self.schedule],
-            1 if isinstance(self.path, str) else len(self.path),
-        )
+        steps = [change.step for change in self.schedule]
+        num_corpora = 1 if isinstance(self.path, str) else len(self.path)
         if steps != sorted(set(steps)):
             raise ConfigError(f"DataSettings.schedule has the steps {steps}, which do not rise; order them")
         for change in self.schedule:
