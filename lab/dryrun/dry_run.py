@@ -7,6 +7,7 @@ Its results are exact for the imitated backend, except for dropout on GPUs, whos
 import gc
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -118,6 +119,8 @@ def record_step(
             ):
                 train_step(state.model, state.optimizer, micro_batches, mesh, leaves=state.leaves)
         # What the next step waits for: the step before left the same collectives, which this step has waited for.
+        # Copies: an engine that ends waits for them too, by the log's own clock.
+        events = [copy(event) for event in events]
         late = [event for event in events if event.awaited is None]
         for event, before in zip(late, late_before, strict=True):
             event.awaited, event.completed = before.awaited, before.completed
