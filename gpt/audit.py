@@ -31,8 +31,8 @@ from gpt.train_step import differentiate, loss_dtype, loss_factor, mean_count, n
 from parallel.mesh import Axis
 from parallel.tensor.split_parameters import split_dims
 from parallel.validation.errors import ConfigError
-from zero.buckets.hashes import GradientHashes, bit_sum
-from zero.partition.stage import Lifetime
+from zero.core.partition.stage import Lifetime
+from zero.extensions.hashes import GradientHashes, bit_sum
 
 REMEDY = "the machine corrupts data silently: resume from a checkpoint without it"
 REPLICAS_REMEDY = "the machine may corrupt data silently: resume from a checkpoint without it"

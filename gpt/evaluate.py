@@ -43,7 +43,7 @@ from gpt.tasks import Request, judge, load_tasks, perplexity_of, score
 from parallel.validation.errors import ConfigError
 from parallel.validation.paths import expanded
 from parallel.world import World, exit_as_rank, start_world
-from zero.state.layout_file import writer_of
+from zero.checkpoint.layout_file import writer_of
 
 # These undo WikiText's own tokenization, as GPT-2's authors and Megatron-LM do before they evaluate.
 WIKITEXT_SPACES = (

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from data.tokenizer import Tokenizer
-from zero.engine import ZeroDataParallel
+from zero.data_parallel import ZeroDataParallel
 
 TEMPERATURE, TOP_K = 0.8, 40
 MAX_LOGIT = 1e30  # which is finite when it is divided by the temperature

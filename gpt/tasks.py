@@ -27,7 +27,7 @@ from gpt.generate import attention_of_any_length, evaluation
 from parallel.mesh import Mesh
 from parallel.validation.errors import ConfigError
 from parallel.validation.files import read_limited
-from zero.engine import ZeroDataParallel
+from zero.data_parallel import ZeroDataParallel
 
 MAX_FILE_BYTES = 128 << 20  # of the questions of a task
 

@@ -17,7 +17,7 @@ from parallel.memory_kinds import TensorKind, allocating
 from parallel.mesh import Mesh
 from parallel.streams import raise_races
 from parallel.tensor.context import own_stretch
-from zero.engine import ZeroDataParallel
+from zero.data_parallel import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
 
 

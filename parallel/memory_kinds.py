@@ -7,7 +7,7 @@ dispatch mode.
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from enum import StrEnum
+from enum import Enum, StrEnum
 
 import torch
 from torch import Tensor
@@ -26,6 +26,13 @@ class TensorKind(StrEnum):
     ACTIVATIONS = "activations"
     BUFFERS = "buffers"
     OTHER = "other"
+
+
+class Placement(Enum):
+    """One of the two memories of a rank."""
+
+    ACCELERATOR = "the memory of the device that computes"
+    HOST = "host memory, pinned if the device is a GPU"
 
 
 class MemoryObserver(ABC):

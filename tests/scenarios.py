@@ -25,11 +25,10 @@ from torch import Tensor, nn
 from parallel.mesh import Axis, Mesh
 from tests.pairwise import noting
 from tests.ranks import run_ranks
-from zero.engine import ZeroDataParallel
-from zero.memory.placement import NO_OFFLOAD, OffloadConfig
+from zero.config import NO_OFFLOAD, OffloadConfig, ZeroConfig
+from zero.core.partition.stage import Lifetime
+from zero.data_parallel import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
-from zero.partition.config import ZeroConfig
-from zero.partition.stage import Lifetime
 
 ROWS, WIDTH = 3, 4  # of this rank's part of a batch
 LARGEST = 100.0  # value in a scenario

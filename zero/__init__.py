@@ -16,30 +16,29 @@ _MODULES = {
     "parallel.validation.errors": "ConfigError",
     "parallel.world": "start_world stop_world",
     "zero.activations.checkpointed_blocks": "ActivationsConfig checkpointed_blocks",
-    "zero.buckets.guarded_parameter": "GradientAccessError ShardedParameterError",
-    "zero.buckets.home": "Home Homes",
-    "zero.buckets.transport": "AllReduce Direct Transport",
-    "zero.dcp.folder": "load_distributed",
-    "zero.dcp.state": "DistributedState",
-    "zero.engine": "ZeroDataParallel",
+    "zero.checkpoint.checkpoint": "Saver has_checkpoint load save",
+    "zero.checkpoint.export": "export full_state_dict",
+    "zero.checkpoint.folders.folder": "load_distributed",
+    "zero.checkpoint.folders.state": "DistributedState",
+    "zero.checkpoint.writer": "SaveError",
+    "zero.config": "OffloadConfig ZeroConfig",
+    "zero.core.buckets.guarded_parameter": "GradientAccessError ShardedParameterError",
+    "zero.core.protocols.extension": "Extension",
+    "zero.core.protocols.home": "Home Homes",
+    "zero.core.protocols.transport": "AllReduce Direct Transport",
+    "zero.core.step.loss_scale": "LossScale SkippedStepsError",
+    "zero.data_parallel": "ZeroDataParallel",
+    "zero.extensions.agreement": "DivergedRanks",
     "zero.homes.on_host": "OnHost",
-    "zero.memory.placement": "OffloadConfig",
     "zero.optimizer": "ZeroOptimizer",
-    "zero.optimizers.adamw8bit": "AdamW8bit",
-    "zero.optimizers.adamw_bf16": "AdamWBf16",
-    "zero.optimizers.cautious_adamw": "CautiousAdamW",
-    "zero.optimizers.muon": "Muon",
-    "zero.optimizers.soap": "Soap",
-    "zero.order.agreement": "DivergedRanks",
-    "zero.order.extension": "Extension",
-    "zero.partition.config": "ZeroConfig",
     "zero.sharded_init": "ShardedInit",
-    "zero.state.checkpoint": "Saver has_checkpoint load save",
-    "zero.state.export": "export full_state_dict",
-    "zero.state.writer": "SaveError",
-    "zero.step.loss_scale": "LossScale SkippedStepsError",
     "zero.transports.two_level": "TwoLevel",
     "zero.uneven": "join",
+    "zero.updates.adamw8bit": "AdamW8bit",
+    "zero.updates.adamw_bf16": "AdamWBf16",
+    "zero.updates.cautious_adamw": "CautiousAdamW",
+    "zero.updates.muon": "Muon",
+    "zero.updates.soap": "Soap",
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
 
@@ -56,39 +55,39 @@ if TYPE_CHECKING:  # the same names, for type checkers and editors
     from zero import fp8 as fp8
     from zero.activations.checkpointed_blocks import ActivationsConfig as ActivationsConfig
     from zero.activations.checkpointed_blocks import checkpointed_blocks as checkpointed_blocks
-    from zero.buckets.guarded_parameter import GradientAccessError as GradientAccessError
-    from zero.buckets.guarded_parameter import ShardedParameterError as ShardedParameterError
-    from zero.buckets.home import Home as Home
-    from zero.buckets.home import Homes as Homes
-    from zero.buckets.transport import AllReduce as AllReduce
-    from zero.buckets.transport import Direct as Direct
-    from zero.buckets.transport import Transport as Transport
-    from zero.dcp.folder import load_distributed as load_distributed
-    from zero.dcp.state import DistributedState as DistributedState
-    from zero.engine import ZeroDataParallel as ZeroDataParallel
+    from zero.checkpoint.checkpoint import Saver as Saver
+    from zero.checkpoint.checkpoint import has_checkpoint as has_checkpoint
+    from zero.checkpoint.checkpoint import load as load
+    from zero.checkpoint.checkpoint import save as save
+    from zero.checkpoint.export import export as export
+    from zero.checkpoint.export import full_state_dict as full_state_dict
+    from zero.checkpoint.folders.folder import load_distributed as load_distributed
+    from zero.checkpoint.folders.state import DistributedState as DistributedState
+    from zero.checkpoint.writer import SaveError as SaveError
+    from zero.config import OffloadConfig as OffloadConfig
+    from zero.config import ZeroConfig as ZeroConfig
+    from zero.core.buckets.guarded_parameter import GradientAccessError as GradientAccessError
+    from zero.core.buckets.guarded_parameter import ShardedParameterError as ShardedParameterError
+    from zero.core.protocols.extension import Extension as Extension
+    from zero.core.protocols.home import Home as Home
+    from zero.core.protocols.home import Homes as Homes
+    from zero.core.protocols.transport import AllReduce as AllReduce
+    from zero.core.protocols.transport import Direct as Direct
+    from zero.core.protocols.transport import Transport as Transport
+    from zero.core.step.loss_scale import LossScale as LossScale
+    from zero.core.step.loss_scale import SkippedStepsError as SkippedStepsError
+    from zero.data_parallel import ZeroDataParallel as ZeroDataParallel
+    from zero.extensions.agreement import DivergedRanks as DivergedRanks
     from zero.homes.on_host import OnHost as OnHost
-    from zero.memory.placement import OffloadConfig as OffloadConfig
     from zero.optimizer import ZeroOptimizer as ZeroOptimizer
-    from zero.optimizers.adamw8bit import AdamW8bit as AdamW8bit
-    from zero.optimizers.adamw_bf16 import AdamWBf16 as AdamWBf16
-    from zero.optimizers.cautious_adamw import CautiousAdamW as CautiousAdamW
-    from zero.optimizers.muon import Muon as Muon
-    from zero.optimizers.soap import Soap as Soap
-    from zero.order.agreement import DivergedRanks as DivergedRanks
-    from zero.order.extension import Extension as Extension
-    from zero.partition.config import ZeroConfig as ZeroConfig
     from zero.sharded_init import ShardedInit as ShardedInit
-    from zero.state.checkpoint import Saver as Saver
-    from zero.state.checkpoint import has_checkpoint as has_checkpoint
-    from zero.state.checkpoint import load as load
-    from zero.state.checkpoint import save as save
-    from zero.state.export import export as export
-    from zero.state.export import full_state_dict as full_state_dict
-    from zero.state.writer import SaveError as SaveError
-    from zero.step.loss_scale import LossScale as LossScale
-    from zero.step.loss_scale import SkippedStepsError as SkippedStepsError
     from zero.transports.two_level import TwoLevel as TwoLevel
     from zero.uneven import join as join
+    from zero.updates.adamw8bit import AdamW8bit as AdamW8bit
+    from zero.updates.adamw_bf16 import AdamWBf16 as AdamWBf16
+    from zero.updates.cautious_adamw import CautiousAdamW as CautiousAdamW
+    from zero.updates.muon import Muon as Muon
+    from zero.updates.soap import Soap as Soap
 
 
 def require_siblings(package: str, *names: str) -> None:

@@ -21,13 +21,13 @@ from parallel.autograd_internals import replace_parameter_table
 from parallel.memory_kinds import TensorKind, tagged
 from parallel.mesh import Axis
 from parallel.torch_internals import real_tensors
+from parallel.torch_ranks import AxisLike, as_axis
 from parallel.validation.errors import ConfigError
-from zero.buckets.flat import absent
-from zero.checks import IS_COMPLEX
-from zero.memory.placement import NO_OFFLOAD, OffloadConfig
-from zero.partition.layout import overlap
-from zero.partition.stage import Lifetime, ShardingPolicy
-from zero.torch_ranks import AxisLike, as_axis
+from zero.config import NO_OFFLOAD, OffloadConfig
+from zero.core.buckets.flat import absent
+from zero.core.checks import IS_COMPLEX
+from zero.core.partition.layout import overlap
+from zero.core.partition.stage import Lifetime, ShardingPolicy
 from zero.transports.of_settings import levels_of
 
 UNSHARDED_NUMEL = 2**26

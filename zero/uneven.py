@@ -7,8 +7,8 @@ from typing import TypeVar
 import torch
 
 from parallel.mesh import Axis
-from zero.memory.streams import SideStream
-from zero.torch_ranks import AxisLike, as_axis
+from parallel.torch_ranks import AxisLike, as_axis
+from zero.core.memory.streams import SideStream
 
 Batch = TypeVar("Batch")
 

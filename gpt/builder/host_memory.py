@@ -21,7 +21,7 @@ from parallel.torch_internals import largest_rounded_pinned_bytes
 from parallel.validation.errors import ConfigError, NodeError
 from parallel.world import World
 from zero.activations.stores import stored_bytes
-from zero.partition.stage import Lifetime
+from zero.core.partition.stage import Lifetime
 from zero.transports.of_settings import transport_of
 
 MASTER_BYTES = 4  # of an element

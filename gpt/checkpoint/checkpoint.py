@@ -5,8 +5,9 @@
     RUN/checkpoints/latest              the name of the newest checkpoint, for people; a resume takes the highest step
 
 Every rank writes its random states, and what is not sharded: the module's buffers, the loss scale, counters and the
-state of the loss guard. Shards are written by the first of the ranks that own the same ones. `zero/state/writer.py`
-writes the files, `zero/state/rank_state.py` loads them, and `gpt/checkpoint/folder.py` finds them.
+state of the loss guard. Shards are written by the first of the ranks that own the same ones.
+`zero/checkpoint/writer.py` writes the files, `zero/checkpoint/rank_state.py` loads them, and
+`gpt/checkpoint/folder.py` finds them.
 """
 
 import logging
@@ -32,10 +33,10 @@ from gpt.checkpoint.layout import (
 from gpt.run_folder.files import written_if_possible
 from gpt.shape.config import ModelConfig
 from parallel.validation.errors import ConfigError
-from zero.state.layout_file import is_complete, writer_of
-from zero.state.rank_state import RankState
-from zero.state.sealed_file import flush_folder, replace_text
-from zero.state.writer import CheckpointWriter, Publication
+from zero.checkpoint.layout_file import is_complete, writer_of
+from zero.checkpoint.rank_state import RankState
+from zero.checkpoint.sealed_file import flush_folder, replace_text
+from zero.checkpoint.writer import CheckpointWriter, Publication
 
 logger = logging.getLogger(__name__)
 TO_DISK = Publication("make room or choose another run.dir (the checkpoint before it is untouched)")

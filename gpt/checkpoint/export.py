@@ -22,10 +22,10 @@ from gpt.pretrained.weights import check_shapes, companions, write_weights
 from gpt.shape.config import parameter_shapes
 from parallel.validation.errors import ConfigError, exit_on_config_error
 from parallel.validation.paths import expanded
-from zero.partition.config import DTYPES
-from zero.state.export import FILE_BYTES, export_units
-from zero.state.layout_file import LAYOUT, is_complete, verify_file
-from zero.state.saved_state import SavedState
+from zero.checkpoint.export import FILE_BYTES, export_units
+from zero.checkpoint.layout_file import LAYOUT, is_complete, verify_file
+from zero.checkpoint.saved_state import SavedState
+from zero.core.partition.config import DTYPES
 
 logger = logging.getLogger(__name__)
 

@@ -16,9 +16,9 @@ from typing import NamedTuple
 from parallel.validation.errors import ConfigError
 from parallel.validation.paths import remove
 from parallel.world import is_restart
-from zero.state.layout_file import is_complete, no_checkpoint, writer_of
-from zero.state.schema import shown
-from zero.state.sealed_file import replace_text
+from zero.checkpoint.layout_file import is_complete, no_checkpoint, writer_of
+from zero.checkpoint.schema import shown
+from zero.checkpoint.sealed_file import replace_text
 
 logger = logging.getLogger(__name__)
 

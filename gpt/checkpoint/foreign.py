@@ -18,12 +18,12 @@ from gpt.pretrained.families import Family, family_of
 from gpt.pretrained.tensors import HEAD, WORDS, source_of, with_prefix
 from gpt.shape.config import ModelConfig
 from parallel.validation.errors import ConfigError
-from zero.buckets.chunked_tensor import Chunk, ChunkedTensor
-from zero.dcp.folder import DistributedFolder, Naming, load_state, renamed, same_name
-from zero.dcp.state import DistributedState
-from zero.state.adam import COUNTS_PER_GROUP
-from zero.state.rank_state import check_same
-from zero.state.schema import shown
+from zero.checkpoint.adam import COUNTS_PER_GROUP
+from zero.checkpoint.folders.folder import DistributedFolder, Naming, load_state, renamed, same_name
+from zero.checkpoint.folders.state import DistributedState
+from zero.checkpoint.rank_state import check_same
+from zero.checkpoint.schema import shown
+from zero.checkpoint.state_dicts.chunked_tensor import Chunk, ChunkedTensor
 
 logger = logging.getLogger(__name__)
 

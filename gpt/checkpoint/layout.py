@@ -1,6 +1,6 @@
 """The part of layout.json that is particular to a run: its progress, its model and the settings of its data.
 
-`zero/state/layout_file.py` has the rest.
+`zero/checkpoint/layout_file.py` has the rest.
 """
 
 import logging
@@ -12,8 +12,8 @@ from typing import Any
 from gpt.checkpoint.folder import step_in_name
 from gpt.shape.config import ModelConfig
 from parallel.validation.errors import ConfigError
-from zero.state.layout_file import LAYOUT, read_layout
-from zero.state.schema import COUNT, Schema, check
+from zero.checkpoint.layout_file import LAYOUT, read_layout
+from zero.checkpoint.schema import COUNT, Schema, check
 
 logger = logging.getLogger(__name__)
 MASKS = {"train.compile", "activations.store"}  # settings that change what dropout drops, and not the samples

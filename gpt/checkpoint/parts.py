@@ -19,9 +19,9 @@ from torch import Tensor
 
 from parallel.pairwise import SideMessages
 from parallel.validation.paths import remove
-from zero.state.layout_file import LAYOUT, rank_file
-from zero.state.rank_state import RankState
-from zero.state.saved_state import PART_NAME, SavedState
+from zero.checkpoint.layout_file import LAYOUT, rank_file
+from zero.checkpoint.rank_state import RankState
+from zero.checkpoint.saved_state import PART_NAME, SavedState
 
 LAYOUT_NUMBER = -1  # of layout.json among the files
 LENGTH_BYTES = 8  # at the beginning of a file: the bytes of its header

@@ -25,7 +25,7 @@ from gpt.run_folder.lock import RunLock
 from gpt.settings.run import CheckpointSettings
 from parallel.store import Decisions, shared_store
 from parallel.validation.errors import ConfigError
-from zero.state.writer import SaveError
+from zero.checkpoint.writer import SaveError
 
 logger = logging.getLogger(__name__)
 

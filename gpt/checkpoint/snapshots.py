@@ -33,9 +33,9 @@ from parallel.pairwise import SideMessages
 from parallel.store import Decisions
 from parallel.validation.errors import ConfigError
 from parallel.validation.paths import remove
-from zero.state.layout_file import LAYOUT, rank_file, verify_file
-from zero.state.sealed_file import verify
-from zero.state.writer import Publication, SaveError
+from zero.checkpoint.layout_file import LAYOUT, rank_file, verify_file
+from zero.checkpoint.sealed_file import verify
+from zero.checkpoint.writer import Publication, SaveError
 
 logger = logging.getLogger(__name__)
 

@@ -21,12 +21,12 @@ from gpt.model.transformer import GPT
 from gpt.monitor.units import count
 from gpt.settings.settings import Settings
 from gpt.settings.training import TrainSettings
+from parallel.memory_kinds import Placement
 from parallel.tensor.linear_cross_entropy import temporary_bytes
 from parallel.validation.errors import printable
 from zero.activations.stores import STORES, stored_bytes
+from zero.checkpoint import resident
 from zero.formulas import memory
-from zero.memory.placement import Placement
-from zero.state import resident
 
 logger = logging.getLogger(__name__)
 
@@ -241,7 +241,7 @@ def _buffer_rows(state: TrainState, train: TrainSettings) -> Iterator[tuple[str,
     num_bytes = temporary_bytes(num_tokens, gpt.head_weight, gpt.softmax)
     yield "buffer: loss", num_bytes, "constant"
     yield "buffer: gradient norm", state.optimizer.grad_norm.temporary_bytes, "constant"
-    if gathered := resident.gathered_bytes(model, model.planner.prefetch_numel):
+    if gathered := resident.gathered_bytes(model, model.residency.prefetch_numel):
         yield "buffer: prefetched parameters", gathered, "at most"
 
 

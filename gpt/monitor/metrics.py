@@ -11,9 +11,9 @@ from gpt.shape.config import ModelConfig
 from gpt.shape.flops import hardware_flops, model_flops, peak_flops_per_second
 from parallel.comm_log import CommLog
 from parallel.tensor.blocks import Recomputation
-from zero.engine import ZeroDataParallel
+from zero.checkpoint.resident import buffer_bytes, resident_states
+from zero.data_parallel import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
-from zero.state.resident import buffer_bytes, resident_states
 
 
 class Throughput:

@@ -17,14 +17,14 @@ from gpt.builder.train_state import TrainState
 from gpt.monitor.metrics import peak_memory
 from gpt.run_folder.files import OUT_OF_MEMORY, MetricsFile, written_if_possible
 from gpt.settings.settings import Settings
+from parallel.memory_kinds import Placement
 from parallel.torch_internals import memory_snapshot
 from parallel.validation.errors import MemoryLimitError
 from parallel.world import World
-from zero.engine import ZeroDataParallel
+from zero.checkpoint.resident import buffer_bytes, bytes_by_group
+from zero.core.units.unit import find_units, innermost_unit, named_units
+from zero.data_parallel import ZeroDataParallel
 from zero.formulas.memory import ModelStates
-from zero.memory.placement import Placement
-from zero.state.resident import buffer_bytes, bytes_by_group
-from zero.units.unit import find_units, innermost_unit, named_units
 
 # Parts of the messages of the CPU's allocator, NCCL and cuBLAS, whose errors have no class of their own.
 OTHER_MESSAGES = ("can't allocate memory", "out of memory", "ALLOC_FAILED")
@@ -47,7 +47,7 @@ def out_of_memory_recorded(
             raise
         run_dir, train = Path(settings.run.dir), settings.train
         state, step = find_state(), num_steps_done()
-        peak = peak_memory(world.device, state.model.planner.earlier_peaks if state else (0, 0))
+        peak = peak_memory(world.device, state.model.residency.earlier_peaks if state else (0, 0))
         MetricsFile(run_dir).append({"step": step, "out_of_memory": True, "rank": world.rank} | peak)
         table = _write_report(run_dir / OUT_OF_MEMORY, world, state, error, peak)
         if isinstance(error, MemoryLimitError):

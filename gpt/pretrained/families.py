@@ -11,7 +11,7 @@ from typing import Any
 
 from gpt.shape.config import ModelConfig, RopeScaling
 from parallel.validation.errors import ConfigError
-from zero.state.schema import shown
+from zero.checkpoint.schema import shown
 
 SIZE = range(1, 2**31)
 # By default a configuration of transformers has ids of its own, which may lie outside of the vocabulary.

@@ -16,7 +16,7 @@ from data.chosen_tokenizers import configuration_of, first_token
 from data.tokenizer import Tokenizer, load_tokenizer, read_backend, tokenizer_path
 from gpt.shape.config import ModelConfig
 from parallel.validation.errors import ConfigError
-from zero.state.schema import shown
+from zero.checkpoint.schema import shown
 
 FILES = (  # of a tokenizer in a folder of transformers
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),

@@ -39,9 +39,9 @@ from gpt.pretrained.tokenizer_files import (
 from gpt.shape.config import ModelConfig, parameter_shapes
 from parallel.validation.errors import ConfigError
 from parallel.validation.files import SETTINGS_BYTES, read_limited
-from zero.state.export import FILE_BYTES, write_folder
-from zero.state.schema import Schema, check, parse_json, shown
-from zero.state.tensor_file import TensorFile
+from zero.checkpoint.export import FILE_BYTES, write_folder
+from zero.checkpoint.schema import Schema, check, parse_json, shown
+from zero.checkpoint.tensor_file import TensorFile
 
 CONFIG = "config.json"
 ONE_MODEL = "give weights and configuration of one model"

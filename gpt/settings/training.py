@@ -9,8 +9,8 @@ import torch
 from gpt.settings.data import check_names
 from parallel.validation.errors import ConfigError
 from parallel.validation.fields import FilePath, NonNegative, Positive, Range, Ranks, checked
+from zero.core.partition.config import DTYPES, DtypeName
 from zero.fp8.scaling import RecipeName
-from zero.partition.config import DTYPES, DtypeName
 
 # So that the samples of a run, steps x batch size, are less than 2**63.
 NumSteps = Annotated[int, Range(1, 10**12)]

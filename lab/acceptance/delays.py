@@ -18,7 +18,7 @@ import torch
 
 from parallel.mesh import Axis
 from parallel.world import World
-from zero.memory.streams import SideStream
+from zero.core.memory.streams import SideStream
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
 NUM_PRODUCTS, PRODUCT_SIZE = 10, 2048  # on an H100 about 4 ms in fp32, longer than the collectives of a small model

@@ -20,12 +20,11 @@ from torch.optim import AdamW, Optimizer
 from gpt.model.transformer import GPT
 from parallel.mesh import Mesh
 from zero.activations.checkpointed_blocks import ActivationsConfig, checkpointed_blocks
-from zero.engine import ZeroDataParallel
-from zero.memory.placement import NO_OFFLOAD, OffloadConfig
+from zero.config import NO_OFFLOAD, OffloadConfig, ZeroConfig
+from zero.core.units.unit import find_units
+from zero.data_parallel import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
-from zero.optimizers.muon import Muon
-from zero.partition.config import ZeroConfig
-from zero.units.unit import find_units
+from zero.updates.muon import Muon
 
 LR, CLIP_NORM = 3e-4, 1.0
 

@@ -31,7 +31,7 @@ from lab.races.stream_checker import streams_checked
 from parallel.comm_log import CommEvent
 from parallel.memory_kinds import TensorKind
 from parallel.world import World, imitated_world
-from zero.gemini.recorder import NUM_RECORDED
+from zero.homes.budget.recorder import NUM_RECORDED
 
 DEVICE, HOST = "device", "host"  # the memories of a Recording
 MAX_MICRO_BATCHES = 3  # the first, the last, and one between them, which all others are like

@@ -22,7 +22,7 @@ from lab.measure.cluster import ClusterSpec
 from lab.measure.kernel_costs import kernel_seconds
 from parallel.memory_kinds import TensorKind
 from parallel.validation.errors import ConfigError
-from zero.optimizers.matrix_updates import MatrixUpdates
+from zero.updates.matrix_updates import MatrixUpdates
 
 
 def run_and_report(settings: Settings, console: RunConsole) -> None:

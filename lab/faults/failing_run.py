@@ -31,11 +31,11 @@ from gpt.checkpoint import checkpoint, recovery
 from gpt.model.transformer import GPT
 from gpt.run_folder import files
 from lab.faults.flips import TARGETS, flip
-from zero.buckets.bucket import ParamShard
-from zero.buckets.gradients import GradientReducer
-from zero.buckets.reductions import Reductions
+from zero.checkpoint import tensor_file, writer
+from zero.core.buckets.bucket import ParamShard
+from zero.core.buckets.gradients import GradientReducer
+from zero.core.buckets.reductions import Reductions
 from zero.optimizer import ZeroOptimizer
-from zero.state import tensor_file, writer
 
 # name: (module or class, name of its function, "before" the function is called or "after" it has returned)
 POINTS: dict[str, tuple[Any, str, str]] = {

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero.buckets.bucket import Bucket
-from zero.buckets.hashes import INTEGERS
-from zero.engine import ZeroDataParallel
+from zero.core.buckets.bucket import Bucket
+from zero.core.partition.stage import Lifetime
+from zero.data_parallel import ZeroDataParallel
+from zero.extensions.hashes import INTEGERS
 from zero.optimizer import ZeroOptimizer
-from zero.partition.stage import Lifetime
 
 Named = Iterator[tuple[str, Tensor]]
 

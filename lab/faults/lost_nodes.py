@@ -32,7 +32,7 @@ from lab.acceptance.child import as_options
 from lab.faults.damage import DAMAGES
 from lab.faults.runs import OPTIONS, Job, Steps, prepare_corpus
 from lab.faults.testbed import Node, joined_nodes, testbed_problem
-from zero.state.layout_file import rank_file
+from zero.checkpoint.layout_file import rank_file
 
 NUM_RANKS, SAVE_EVERY, SELDOM = 2, 3, 7
 NEVER = 1000

@@ -85,7 +85,7 @@ def splice(kernels: Sequence[Kernel], regions: Sequence[CompiledRegion]) -> tupl
 
 
 class CompiledCalls:
-    """A compiler for dry runs that imitate GPUs (`zero.step.compiled.ImitatedCompiler`).
+    """A compiler for dry runs that imitate GPUs (`zero.updates.compiled.ImitatedCompiler`).
 
     Compiled functions write their results in place, so that tensors without values need no operation. While `log` is a
     log, their kernels are added to it. One plan serves tensors of equal types: the bytes of its kernels are in

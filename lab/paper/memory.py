@@ -8,8 +8,8 @@ from lab.pages.markdown import table
 from lab.paper.experiments import CONFIGS, PAPER, parsed
 from lab.paper.plots import Series, plot_bars
 from lab.paper.results import CLUSTER, Part, line_of, residual_bytes, results
+from zero.core.partition.stage import STAGES, ShardingPolicy
 from zero.formulas.memory import formula
-from zero.partition.stage import STAGES, ShardingPolicy
 
 UNUSED_GB = 8.0  # memory that the measured models of Table 2 leave unused
 

@@ -9,7 +9,7 @@ from lab.planner.layouts import CandidateLayout, fits, tensor_sizes, value_of, w
 from lab.planner.search import Search, show_progress
 from parallel.validation.errors import ConfigError
 from parallel.validation.fields import shown
-from zero.partition.stage import STAGES
+from zero.core.partition.stage import STAGES
 
 NODES = "nodes"  # an option of the planner, beside the names of settings
 MAX_FACTOR = 64  # of nodes

@@ -27,8 +27,8 @@ from lab.published.row_settings import padded_vocab, recorded_micro_batches, set
 from lab.published.rows import ROOT, Row, is_fsdp, read_rows
 from lab.published.sources import GPUS_OF_A_TRAY, cluster_name, program_of, quantization_of
 from parallel.validation.errors import ConfigError, exit_on_config_error
+from zero.core.partition.stage import STAGES
 from zero.formulas.memory import formula
-from zero.partition.stage import STAGES
 
 CLUSTERS, KEPT_RUNS = ROOT / "configs/clusters", ROOT / "runs/published"
 GBPS_PER_GB_PER_SECOND = 8

@@ -33,7 +33,7 @@ DOORS = (
     "parallel/store.py",
     "parallel/streams.py",
     "parallel/torch_internals.py",
-    "zero/memory/streams.py",
+    "zero/core/memory/streams.py",
 )
 FOREIGN = (
     str(Path(torch.__file__).parent),

@@ -10,7 +10,7 @@ from gpt.checkpoint.layout import Progress, read_run
 from gpt.train_step import train_step
 from tests.gpu.test_step import build, micro_batches
 from zero.activations.checkpointed_blocks import ActivationsConfig
-from zero.state.saved_state import SavedState
+from zero.checkpoint.saved_state import SavedState
 
 pytestmark = pytest.mark.gpu
 

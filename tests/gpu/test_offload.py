@@ -7,13 +7,13 @@ from torch import Tensor
 from gpt.model.transformer import GPT, initialize
 from gpt.shape.config import ModelConfig
 from gpt.train_step import train_step
+from parallel.memory_kinds import Placement
 from parallel.mesh import Mesh
 from parallel.tensor.token_layout import ReplicatedTokens
-from zero.engine import ZeroDataParallel
-from zero.memory.placement import NO_OFFLOAD, OffloadConfig, Placement
+from zero.checkpoint import resident
+from zero.config import NO_OFFLOAD, OffloadConfig, ZeroConfig
+from zero.data_parallel import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
-from zero.partition.config import ZeroConfig
-from zero.state import resident
 
 pytestmark = pytest.mark.gpu
 CONFIG = ModelConfig(num_layers=8, hidden_size=256, num_heads=4, seq_length=64, vocab_size=97, dropout=0.0)

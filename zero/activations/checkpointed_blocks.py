@@ -24,7 +24,7 @@ from parallel.validation.errors import ConfigError
 from parallel.validation.fields import Positive, Range, checked
 from zero.activations.choice import Hardware
 from zero.activations.stores import STORES, ActivationStore, Slot, StoreName, make_store
-from zero.memory.streams import SideStream
+from zero.core.memory.streams import SideStream
 
 StoreChoice = Literal["none", "selective", StoreName, "auto"]
 

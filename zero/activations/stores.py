@@ -23,9 +23,8 @@ from torch.nn import functional as F
 
 from parallel.memory_kinds import TensorKind, tagged
 from parallel.mesh import Axis, Work
-from zero.memory.placement import Allocator, device_allocator, host_allocator
-from zero.memory.staging import Allocate
-from zero.memory.streams import SideStream
+from zero.core.memory.allocators import Allocate, Allocator, device_allocator, host_allocator
+from zero.core.memory.streams import SideStream
 
 NUM_IN_TRANSIT = 2  # buffers: of the checkpoint that is being read, and of the one that is fetched at the same time
 

@@ -1,10 +1,13 @@
-"""Computes the bytes of model states on one rank by the paper's formula. `zero/state/resident.py` measures them."""
+"""Computes the bytes of model states on one rank by the paper's formula.
+
+`zero/checkpoint/resident.py` measures them.
+"""
 
 from collections.abc import Container
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
-from zero.partition.stage import Division, Lifetime, ShardingPolicy
+from zero.core.partition.stage import Division, Lifetime, ShardingPolicy
 
 
 @dataclass(frozen=True)

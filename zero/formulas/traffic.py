@@ -1,6 +1,6 @@
 """Computes the bytes that each rank sends in a step of data parallelism, in closed form (paper, section 7)."""
 
-from zero.partition.stage import Division, Lifetime, ShardingPolicy
+from zero.core.partition.stage import Division, Lifetime, ShardingPolicy
 
 
 def axis_sizes(policy: ShardingPolicy, data_size: int, group_size: int | None = None) -> tuple[int, int]:

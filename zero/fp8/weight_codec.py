@@ -20,8 +20,8 @@ from torch.nn import functional as F
 
 from parallel.mesh import Axis
 from parallel.validation.errors import ConfigError
+from zero.core.partition.layout import Slice, cut, rectangles
 from zero.fp8.scaling import CODES, RECIPES, Blocks, encode, scale_of, scaled_weights
-from zero.partition.layout import Slice, cut, rectangles
 
 AT_ONCE = 2**24  # elements at a time: temporaries in fp32 have this length
 

@@ -18,12 +18,12 @@ from torch import Tensor
 from parallel.memory_kinds import TensorKind, allocating
 from parallel.mesh import Work
 from parallel.torch_internals import storage_id
-from zero.buckets.gradient_sum import GradientPath, GradientSum, scale_into
-from zero.buckets.home import Home, Publish
-from zero.memory.placement import device_allocator, host_allocator
-from zero.memory.staging import BufferPool
-from zero.memory.streams import SideStream
-from zero.partition.layout import Ranges
+from zero.core.memory.allocators import device_allocator, host_allocator
+from zero.core.memory.staging import BufferPool
+from zero.core.memory.streams import SideStream
+from zero.core.partition.layout import Ranges
+from zero.core.protocols.gradient_sum import GradientPath, GradientSum, scale_into
+from zero.core.protocols.home import Home, Publish
 
 NUM_BUFFERS = 2  # on the way from one memory to the other: one is filled while the other is copied
 

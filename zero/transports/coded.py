@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from parallel.mesh import Axis, Work
-from zero.buckets.transport import Transport
-from zero.partition.layout import Ranges, Slice, cut, overlap
+from zero.core.partition.layout import Ranges, Slice, cut, overlap
+from zero.core.protocols.transport import Transport
 
 
 class Codec(Protocol):

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from parallel.memory_kinds import TensorKind
 from parallel.mesh import Axis, Work
-from zero.buckets.gradient_sum import GradientSum
-from zero.memory.placement import device_allocator
-from zero.partition.layout import Ranges, Slice
+from zero.core.memory.allocators import device_allocator
+from zero.core.partition.layout import Ranges, Slice
+from zero.core.protocols.gradient_sum import GradientSum
 from zero.transports.block_sums import Blocks, BlockSums, MicroBatchOrder
 from zero.transports.two_level import TwoLevel
 

@@ -1,4 +1,4 @@
-"""The transport that settings stand for."""
+"""The transports that settings stand for."""
 
 from collections.abc import Callable
 from functools import cache, partial
@@ -8,12 +8,32 @@ import torch
 from torch import nn
 
 from parallel.mesh import Axis
-from zero.buckets.transport import AllReduce, Direct, Transport
-from zero.partition.config import ZeroConfig
-from zero.partition.stage import Division, Lifetime, ShardingPolicy
+from parallel.validation.errors import ConfigError
+from zero.config import ZeroConfig
+from zero.core.partition.stage import Division, Lifetime, ShardingPolicy
+from zero.core.protocols.transport import AllReduce, Direct, Transport, TransportOf
 
 if TYPE_CHECKING:
     from zero.transports.block_sums import Blocks
+
+
+def transports_of(
+    config: ZeroConfig, data: Axis, module: nn.Module, device: torch.device, given: Transport | TransportOf | None
+) -> TransportOf:
+    """Return the transport of each parameter: what is `given`, or what the settings choose, and FP8 gathers around it.
+
+    Its calls raise ConfigError if a transport that is given contradicts the settings.
+    """
+    chosen = transport_of(config, data) if given is None else given
+    wrap = lossy_gathers(config, module, device)
+
+    def of(name: str, param: nn.Parameter) -> Transport:
+        one = chosen if isinstance(chosen, Transport) else chosen(name, param)
+        if given is not None and isinstance(one, Transport):
+            _check(one, name, config)
+        return wrap(param, one) if isinstance(one, Transport) else one
+
+    return of
 
 
 def transport_of(config: ZeroConfig, data: Axis) -> Transport:
@@ -64,3 +84,18 @@ def blocks_of(config: ZeroConfig, group_size: int, num_groups: int) -> "Blocks":
         return Blocks(1, 1)
     keeps_full = config.policy.full_grads is Lifetime.PERSISTENT
     return Blocks(group_size, num_groups, config.leaf_blocks, config.leaf_parts, keeps_full)
+
+
+def _check(one: Transport, name: str, config: ZeroConfig) -> None:
+    """Raise ConfigError if a transport that is given contradicts the settings that would have chosen another one."""
+    if config.optimizer_over == "all":
+        raise ConfigError(
+            f"ZeroConfig.optimizer_over=all with transport {one.name}, which decides it; choose group, and "
+            "TwoLevel(over_all=True)"
+        )
+    needed = "leaves" if one.is_exact else "fp32" if one.in_fp32 else "message"
+    if config.sum_over_ranks != needed:
+        raise ConfigError(
+            f"ZeroConfig.sum_over_ranks={config.sum_over_ranks} with transport {one.name} of {name}, which adds "
+            f"otherwise; choose {needed}"
+        )

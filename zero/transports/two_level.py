@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from parallel.mesh import Axis, Work
-from zero.buckets.gradient_sum import GradientSum
-from zero.buckets.transport import Transport, after, all_reduce
-from zero.memory.streams import SideStream
+from zero.core.memory.streams import SideStream
+from zero.core.protocols.gradient_sum import GradientSum
+from zero.core.protocols.transport import Transport, after, all_reduce
 
 
 class TwoLevel(Transport):

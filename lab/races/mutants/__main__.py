@@ -1,7 +1,7 @@
 """The self-test of the detectors of races: delete one wait at a time, and see which detector notices it.
 
     python -m lab.races.mutants                        every wait, about 20 seconds each
-    python -m lab.races.mutants zero/memory --list     the waits of a folder or a file; runs nothing
+    python -m lab.races.mutants zero/homes --list      the waits of a folder or a file; runs nothing
     python -m lab.races.mutants --detectors checker    what one detector notices by itself
 
 Each mutant is made in a copy of the working tree, in a temporary folder. The detectors (waits.yaml) are groups of

@@ -32,7 +32,7 @@ from tests.distributed.gpt.test_reproducible import (
     build_with_loader,
 )
 from tests.ranks import run_ranks
-from zero.buckets.hashes import INTEGERS, GradientHashes
+from zero.extensions.hashes import INTEGERS, GradientHashes
 from zero.formulas.traffic import axis_bytes
 
 TENSOR = "--parallel.tensor_size=2"

@@ -20,9 +20,9 @@ from lab.bench.rounds import process_memory
 from parallel.mesh import Mesh
 from tests.oracle.deepspeed_files import write_deepspeed
 from tests.ranks import run_ranks
-from zero.dcp.state import DistributedState
-from zero.partition.config import ZeroConfig
-from zero.state.sealed_file import CHUNK_BYTES
+from zero.checkpoint.folders.state import DistributedState
+from zero.checkpoint.sealed_file import CHUNK_BYTES
+from zero.config import ZeroConfig
 
 CONSTANT = 4 * CHUNK_BYTES
 MODEL = ModelConfig(16, 640, 10, 128, 8192, dropout=0.0)  # 84 million parameters: 1 GB of masters and moments

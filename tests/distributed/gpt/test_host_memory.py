@@ -12,16 +12,16 @@ from gpt.builder.train_state import build, build_mesh
 from gpt.settings.parser import parse_settings
 from gpt.train_step import train_step
 from parallel.host_memory import pinned_bytes
-from parallel.memory_kinds import TensorKind
+from parallel.memory_kinds import Placement, TensorKind
 from parallel.mesh import Mesh
 from parallel.validation.errors import ConfigError
 from parallel.world import World
 from tests.ranks import run_ranks
+from zero.checkpoint.rank_state import RankState
+from zero.checkpoint.resident import resident_states
+from zero.checkpoint.writer import HostCopies
+from zero.core.memory.allocators import host_allocator
 from zero.homes import on_host
-from zero.memory.placement import Placement, host_allocator
-from zero.state.rank_state import RankState
-from zero.state.resident import resident_states
-from zero.state.writer import HostCopies
 
 CPU = torch.device("cpu")
 BASE = """{data: {path: nowhere}, train: {precision: bf16, micro_batch_size: 2, global_batch_size: 8},

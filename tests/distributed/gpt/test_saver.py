@@ -25,7 +25,7 @@ from parallel.validation.errors import ConfigError
 from tests.ranks import run_ranks
 from tests.unit.gpt.builder.test_train_state import BASE
 from tests.unit.gpt.checkpoint.runs import DATA
-from zero.state import writer
+from zero.checkpoint import writer
 
 
 class RecordingStore:

@@ -16,8 +16,8 @@ from gpt.pretrained import weights
 from gpt.pretrained.tensors import to_transformers
 from tests.distributed.gpt.test_checkpoint_layouts import CONFIG, LayoutCase, build, save, train
 from tests.ranks import run_ranks
-from zero.engine import ZeroDataParallel
-from zero.partition.stage import Lifetime
+from zero.core.partition.stage import Lifetime
+from zero.data_parallel import ZeroDataParallel
 
 IDS = torch.arange(2 * CONFIG.seq_length).view(2, -1) % CONFIG.vocab_size
 LARGEST_UNIT = 1  # one of the units: the blocks, and the root with the rest

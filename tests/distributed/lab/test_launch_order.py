@@ -16,7 +16,7 @@ from lab.races.stream_checker import StreamChecker
 from parallel.world import imitated_world
 from tests.distributed.lab.test_streams import FACTORS, settings_of
 from tests.launch_order import Job, waiting_time
-from zero.partition.stage import Lifetime
+from zero.core.partition.stage import Lifetime
 
 NUM_RANKS = 8
 NORM_BYTES = 4 * NUM_RANKS  # at most: it is gathered if there are replicas

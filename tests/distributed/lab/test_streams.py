@@ -24,13 +24,12 @@ from parallel.mesh import Mesh
 from parallel.streams import announce_host_read
 from parallel.world import World, imitated_world
 from tests.ranks import run_ranks
-from zero.buckets.flat import FlatParameters
-from zero.engine import ZeroDataParallel
-from zero.memory.placement import OffloadConfig
+from zero.checkpoint.rank_state import RankState
+from zero.checkpoint.writer import HostCopies
+from zero.config import OffloadConfig, ZeroConfig
+from zero.core.buckets.flat import FlatParameters
+from zero.data_parallel import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
-from zero.partition.config import ZeroConfig
-from zero.state.rank_state import RankState
-from zero.state.writer import HostCopies
 
 OFFLOADS = {
     "none": {},

@@ -17,9 +17,9 @@ from torch import Tensor
 from parallel.comm_log import CommEvent
 from parallel.mesh import Axis, Mesh
 from parallel.store import shared_store
+from parallel.torch_ranks import as_axis
 from tests.ranks import run_ranks
-from zero.order.host_barrier import HostBarrier
-from zero.torch_ranks import as_axis
+from zero.extensions.host_barrier import HostBarrier
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 NUMEL = 12  # of a shard

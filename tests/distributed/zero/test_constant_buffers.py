@@ -16,10 +16,10 @@ from parallel.tensor.linear_cross_entropy import linear_cross_entropy, temporary
 from parallel.tensor.token_layout import ReplicatedTokens
 from tests.ranks import run_cases
 from zero.activations.checkpointed_blocks import ActivationsConfig
-from zero.engine import ZeroDataParallel
+from zero.checkpoint import resident
+from zero.config import ZeroConfig
+from zero.data_parallel import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
-from zero.partition.config import ZeroConfig
-from zero.state import resident
 
 CPU = torch.device("cpu")
 

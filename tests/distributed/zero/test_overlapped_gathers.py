@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from parallel.mesh import Axis, Mesh
 from tests.ranks import run_ranks
-from zero.engine import ZeroDataParallel
+from zero.checkpoint.rank_state import RankState
+from zero.config import ZeroConfig
+from zero.data_parallel import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
-from zero.partition.config import ZeroConfig
-from zero.state.rank_state import RankState
 
 
 class Model(nn.Module):

@@ -7,7 +7,7 @@ from parallel.comm_log import CommLog
 from parallel.mesh import Axis, Mesh
 from tests.ranks import run_ranks
 from tests.unit.zero.step.test_loss_scale import CopiesToHost
-from zero.memory.streams import SideStream
+from zero.core.memory.streams import SideStream
 from zero.uneven import _Exchange, join
 
 

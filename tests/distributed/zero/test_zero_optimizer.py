@@ -21,13 +21,13 @@ from tests.distributed.zero.scenarios.test_optimizers import ScheduleFreeSGD
 from tests.models import VOCAB, build
 from tests.ranks import run_cases, run_ranks
 from tests.twins import ALL_STAGES, Twins, assert_same_bits, configs, next_token_loss, params_of
-from zero.engine import ZeroDataParallel
+from zero.checkpoint.checkpoint import Saver, load, save
+from zero.checkpoint.rank_state import RankState
+from zero.config import ZeroConfig
+from zero.core.step import bucket_groups
+from zero.core.step.loss_scale import LossScale
+from zero.data_parallel import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
-from zero.partition.config import ZeroConfig
-from zero.state.checkpoint import Saver, load, save
-from zero.state.rank_state import RankState
-from zero.step import bucket_groups
-from zero.step.loss_scale import LossScale
 
 
 def small_gpt(dtype: torch.dtype = torch.float64) -> nn.Module:

@@ -13,10 +13,10 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from parallel.mesh import Axis
 from parallel.tensor.gradient_sums import GradientSums
 from parallel.validation.errors import ConfigError
-from zero.engine import ZeroDataParallel
+from zero.checkpoint.checkpoint import load, save
+from zero.config import ZeroConfig
+from zero.data_parallel import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
-from zero.partition.config import ZeroConfig
-from zero.state.checkpoint import load, save
 
 DATA = Axis.trivial("data")
 

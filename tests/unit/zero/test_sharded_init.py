@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from parallel.mesh import Axis
 from parallel.validation.errors import ConfigError
-from zero.partition.stage import STAGES
+from zero.core.partition.stage import STAGES
 from zero.sharded_init import NUM_RECENT_MODULES, ShardedInit
 
 READS: dict[str, Callable[[dict[str, Any]], Tensor]] = {

@@ -14,8 +14,7 @@ from tests.pairwise import noting, pairwise
 from tests.ranks import run_cases, run_ranks
 from tests.unit.gpt.model.models import ONE_DEVICE, SIZES, VARIANTS
 from zero.activations.checkpointed_blocks import ActivationsConfig
-from zero.memory.placement import NO_OFFLOAD, OffloadConfig
-from zero.partition.config import ZeroConfig
+from zero.config import NO_OFFLOAD, OffloadConfig, ZeroConfig
 
 MESHES = [(1, 2, False), (1, 2, True), (1, 4, False), (1, 4, True), (2, 2, True), (2, 1, False)]
 FACTORS = {

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from parallel.torch_ranks import as_axis
 from parallel.validation.errors import ConfigError
 from tests.ranks import run_ranks
 from tests.scenarios import Blocks
@@ -26,7 +27,6 @@ from zero import (
     load,
     save,
 )
-from zero.torch_ranks import as_axis
 
 RANKS = {"some ranks": [1, 3], "a mesh of some ranks": [0, 2, 3]}
 NUM_STEPS, SETTINGS = 3, {"lr": 0.1, "momentum": 0.9}

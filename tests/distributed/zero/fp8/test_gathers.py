@@ -15,14 +15,13 @@ from parallel.validation.errors import ConfigError
 from tests.checked_streams import run_checked
 from tests.pairwise import pairwise
 from tests.ranks import call_with, run_cases, run_ranks
-from zero.dcp.state import DistributedState
-from zero.engine import ZeroDataParallel
+from zero.checkpoint.export import full_state_dict
+from zero.checkpoint.folders.state import DistributedState
+from zero.config import OffloadConfig, ZeroConfig
+from zero.core.partition.stage import Lifetime
+from zero.data_parallel import ZeroDataParallel
 from zero.formulas.traffic import axis_bytes
-from zero.memory.placement import OffloadConfig
 from zero.optimizer import ZeroOptimizer
-from zero.partition.config import ZeroConfig
-from zero.partition.stage import Lifetime
-from zero.state.export import full_state_dict
 
 WIDTH = 144  # more than a block of 128, and no multiple of it
 BUCKET_NUMEL = 5000  # shards begin inside rows

@@ -6,20 +6,19 @@ import pytest
 import torch
 
 from lab.observe.memory_tracker import MemoryTracker
-from parallel.memory_kinds import TensorKind
+from parallel.memory_kinds import Placement, TensorKind
 from parallel.mesh import Mesh
 from tests.distributed.zero.memory.kept_apart import KeptApart
 from tests.distributed.zero.test_zero_equals_one_process import Case, assert_equal_one_process, case_of
 from tests.models import batch, build, loss_of
 from tests.pairwise import pairwise
 from tests.ranks import run_cases, run_ranks
-from zero.engine import ZeroDataParallel
+from zero.checkpoint import resident
+from zero.config import OffloadConfig, ZeroConfig
+from zero.data_parallel import ZeroDataParallel
 from zero.formulas import memory
 from zero.formulas.memory import ModelStates
-from zero.memory.placement import OffloadConfig, Placement
 from zero.optimizer import ZeroOptimizer
-from zero.partition.config import ZeroConfig
-from zero.state import resident
 
 OPTIMIZER, PARAMETERS, BOTH = ("optimizer",), ("parameters",), ("optimizer", "parameters")
 

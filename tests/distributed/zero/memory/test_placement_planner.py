@@ -12,12 +12,11 @@ from tests.distributed.zero.memory.kept_apart import KeptApart
 from tests.models import SEQ, VOCAB, batch, build, loss_of
 from tests.ranks import run_ranks
 from tests.twins import params_of
-from zero.engine import ZeroDataParallel
-from zero.memory.placement import OffloadConfig
+from zero.checkpoint.rank_state import RankState
+from zero.config import OffloadConfig, ZeroConfig
+from zero.data_parallel import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
-from zero.partition.config import ZeroConfig
 from zero.sharded_init import ShardedInit
-from zero.state.rank_state import RankState
 
 NUM_STEPS = 3  # the planner records two, and places anew in the third
 NUM_PARAMETERS = {3: 159_000, 6: 313_000}  # about, by number of layers
@@ -73,7 +72,7 @@ def train(
         "cached_bytes": shards,
         "placed": sum(not bucket.home.is_apart for bucket in optimizer.buckets),
         "buckets": len(optimizer.buckets),
-        "prefetch": model.planner.prefetch_numel,
+        "prefetch": model.residency.prefetch_numel,
     }
 
 

@@ -12,13 +12,13 @@ from parallel.tensor.split_parameters import split_dims
 from tests.distributed.zero.optimizers.test_muon import HOST, Case, build, sequences, start, train_steps
 from tests.ranks import run_ranks
 from tests.twins import all_params, assert_same_bits, params_of
-from zero.engine import ZeroDataParallel
+from zero.checkpoint.checkpoint import load, save
+from zero.core.partition.layout import ALIGNMENT
+from zero.data_parallel import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
-from zero.optimizers.adamw8bit import BLOCK, SCALE, SIGNED, AdamW8bit, dequantized
-from zero.optimizers.adamw_bf16 import AdamWBf16
-from zero.optimizers.compressed_adamw import CompressedAdamW
-from zero.partition.layout import ALIGNMENT
-from zero.state.checkpoint import load, save
+from zero.updates.adamw8bit import BLOCK, SCALE, SIGNED, AdamW8bit, dequantized
+from zero.updates.adamw_bf16 import AdamWBf16
+from zero.updates.compressed_adamw import CompressedAdamW
 
 NUM_STEPS, SETTINGS = 3, {"lr": 1e-2, "weight_decay": 0.1}
 ALIGNMENTS = {AdamW8bit: BLOCK, AdamWBf16: ALIGNMENT}

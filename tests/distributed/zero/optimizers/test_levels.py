@@ -14,9 +14,9 @@ from tests.distributed.zero.optimizers.test_muon import BETAS, DECAY, LR, TOLERA
 from tests.pairwise import covering, noting
 from tests.ranks import run_cases
 from tests.twins import all_params
-from zero.memory.placement import NO_OFFLOAD, OffloadConfig
-from zero.optimizers.adamw_bf16 import AdamWBf16
-from zero.optimizers.muon import Muon
+from zero.config import NO_OFFLOAD, OffloadConfig
+from zero.updates.adamw_bf16 import AdamWBf16
+from zero.updates.muon import Muon
 
 NUM_MICRO_BATCHES = {2: 2, 4: 2, 8: 3}  # by the number of data ranks: equal ones of the 24 sequences
 OFFLOADS = {

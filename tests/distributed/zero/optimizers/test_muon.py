@@ -20,13 +20,12 @@ from tests.pairwise import pairwise, product_of
 from tests.ranks import run_cases, run_ranks
 from tests.twins import Groups
 from zero.activations.checkpointed_blocks import ActivationsConfig, checkpointed_blocks
-from zero.engine import ZeroDataParallel
-from zero.memory.placement import NO_OFFLOAD, OffloadConfig
+from zero.checkpoint import resident
+from zero.config import NO_OFFLOAD, OffloadConfig, ZeroConfig
+from zero.core.partition.layout import ALIGNMENT
+from zero.data_parallel import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
-from zero.optimizers.muon import POLAR_EXPRESS, SAFETY, Muon
-from zero.partition.config import ZeroConfig
-from zero.partition.layout import ALIGNMENT
-from zero.state import resident
+from zero.updates.muon import POLAR_EXPRESS, SAFETY, Muon
 
 CONFIG = ModelConfig(num_layers=2, hidden_size=32, num_heads=4, seq_length=8, vocab_size=97, dropout=0.0)
 LLAMA = replace(CONFIG, num_kv_heads=2, mlp="swiglu", mlp_width=48, norm="rms", positions="rope", biases=False)

@@ -21,12 +21,12 @@ from tests.distributed.zero.optimizers.test_muon import (
     whole_params,
 )
 from tests.ranks import run_cases, run_ranks
-from zero.memory.placement import OffloadConfig
-from zero.optimizers.soap import SHIFT, Soap
-from zero.state import resident
-from zero.state.checkpoint import SCHEMA, load, save
-from zero.state.layout_file import read_layout
-from zero.state.saved_state import SavedState
+from zero.checkpoint import resident
+from zero.checkpoint.checkpoint import SCHEMA, load, save
+from zero.checkpoint.layout_file import read_layout
+from zero.checkpoint.saved_state import SavedState
+from zero.config import OffloadConfig
+from zero.updates.soap import SHIFT, Soap
 
 NUM_STEPS, BETA, EPS, REFRESH_EVERY = 3, 0.9, 1e-4, 2
 

@@ -23,7 +23,7 @@ from tests.documents import blocks
 from tests.pairwise import noting
 from tests.scenarios import Blocks, Run, as_test, cases
 from tests.source_files import ROOT
-from zero.state.export import full_state_dict
+from zero.checkpoint.export import full_state_dict
 from zero.uneven import join
 
 EXCERPTS = [

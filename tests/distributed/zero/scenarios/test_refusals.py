@@ -16,10 +16,10 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from tests.procedures import Act, With, linear, param, refuses, trains_and
 from tests.scenarios import STAGES, WIDTH, Block, Blocks, Model, Run, as_test, cases, mean_square
-from zero.buckets.guarded_parameter import ShardedParameterError
-from zero.engine import ZeroDataParallel
+from zero.core.buckets.guarded_parameter import ShardedParameterError
+from zero.data_parallel import ZeroDataParallel
+from zero.extensions.agreement import DivergedRanks
 from zero.optimizer import ZeroOptimizer
-from zero.order.agreement import DivergedRanks
 
 # What reads or writes the values of a parameter, given the model and a parameter of it that was kept.
 READS: dict[str, Callable[[nn.Module, nn.Parameter], object]] = {

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tests.procedures import BlockWith, With, trains, trains_by
 from tests.scenarios import Block, Blocks, Model, Run, as_test, cases, mean_square
-from zero.units.hooks import no_hook
+from zero.core.units.hooks import no_hook
 
 
 def add_offset(m: nn.Module, x: Tensor) -> Tensor:

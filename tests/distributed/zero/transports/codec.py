@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel.mesh import Axis
-from zero.partition.layout import Slice
+from zero.core.partition.layout import Slice
 
 LARGEST = 127
 

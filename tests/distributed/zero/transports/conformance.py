@@ -14,12 +14,12 @@ from lab.observe.memory_tracker import MemoryTracker
 from parallel.memory_kinds import TensorKind
 from parallel.mesh import Axis, Mesh, Work
 from tests.pairwise import noting
-from zero.buckets.home import Home, Homes
-from zero.buckets.transport import Transport, TransportOf
-from zero.engine import ZeroDataParallel
+from zero.checkpoint.resident import buffer_bytes
+from zero.config import ZeroConfig
+from zero.core.protocols.home import Home, Homes
+from zero.core.protocols.transport import Transport, TransportOf
+from zero.data_parallel import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
-from zero.partition.config import ZeroConfig
-from zero.state.resident import buffer_bytes
 
 WIDTH, NUM_BLOCKS, NUM_STEPS, CLIP_NORM = 24, 3, 2, 0.5
 SETTINGS = {"lr": 1e-2, "weight_decay": 0.1}

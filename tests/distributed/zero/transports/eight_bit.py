@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from parallel.mesh import Axis, Work
-from zero.buckets.gradient_sum import GradientSum
-from zero.buckets.transport import Direct
-from zero.partition.layout import Ranges, Slice
+from zero.core.partition.layout import Ranges, Slice
+from zero.core.protocols.gradient_sum import GradientSum
+from zero.core.protocols.transport import Direct
 
 LARGEST = 127
 

@@ -28,13 +28,13 @@ from tests.distributed.zero.transports.mapped_file import MappedFile
 from tests.pairwise import noting
 from tests.ranks import run_ranks
 from zero import ZeroConfig, ZeroDataParallel, full_state_dict, save
-from zero.buckets.gradient_sum import GradientPath
-from zero.buckets.home import Home
-from zero.buckets.transport import AllReduce, Direct, Transport, TransportOf
+from zero.core.partition.config import NUM_STAGED
+from zero.core.partition.layout import BucketRange
+from zero.core.partition.stage import STAGES, GradientTypes
+from zero.core.protocols.gradient_sum import GradientPath
+from zero.core.protocols.home import Home
+from zero.core.protocols.transport import AllReduce, Direct, Transport, TransportOf
 from zero.homes.on_host import OnHost
-from zero.partition.config import NUM_STAGED
-from zero.partition.layout import BucketRange
-from zero.partition.stage import STAGES, GradientTypes
 from zero.transports.coded import Coded
 from zero.transports.fixed_order import FixedOrder
 from zero.transports.two_level import TwoLevel

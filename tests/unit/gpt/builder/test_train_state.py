@@ -14,12 +14,12 @@ from gpt.settings.parser import parse_settings
 from parallel.mesh import Mesh
 from parallel.validation.errors import ConfigError
 from parallel.world import imitated_world
-from zero.optimizers.adamw8bit import AdamW8bit
-from zero.optimizers.adamw_bf16 import AdamWBf16
-from zero.optimizers.cautious_adamw import CautiousAdamW
-from zero.optimizers.matrix_updates import MatrixUpdates
-from zero.optimizers.muon import Muon
-from zero.optimizers.soap import Soap
+from zero.updates.adamw8bit import AdamW8bit
+from zero.updates.adamw_bf16 import AdamWBf16
+from zero.updates.cautious_adamw import CautiousAdamW
+from zero.updates.matrix_updates import MatrixUpdates
+from zero.updates.muon import Muon
+from zero.updates.soap import Soap
 
 BASE = "{data: {path: nowhere}, model: {num_layers: 1, hidden_size: 8, num_heads: 2, seq_length: 4, vocab_size: 64}}"
 

@@ -13,7 +13,7 @@ from gpt.checkpoint.recovery import Recovery
 from gpt.settings.run import CheckpointSettings
 from parallel.validation.errors import ConfigError
 from tests.unit.gpt.checkpoint.runs import DATA, names_in, tiny_state, train_step
-from zero.state.layout_file import LAYOUT
+from zero.checkpoint.layout_file import LAYOUT
 
 
 def make(folder: Path, *names: str) -> None:

@@ -20,8 +20,8 @@ from lab.faults.damage import DAMAGES
 from parallel.validation.errors import ConfigError
 from tests.programs import wait_until
 from tests.unit.gpt.checkpoint.runs import DATA, names_in, tiny_state, train_step
-from zero.state import writer
-from zero.state.writer import SaveError
+from zero.checkpoint import writer
+from zero.checkpoint.writer import SaveError
 
 
 @dataclass

@@ -27,7 +27,7 @@ from tests.unit.gpt.checkpoint.runs import (
     seal_files,
     tiny_state,
 )
-from zero.state.layout_file import FORMAT
+from zero.checkpoint.layout_file import FORMAT
 
 STEP_1, STEP_2 = "step-00000001", "step-00000002"
 RANK_0, RANK_1 = "rank-00000.safetensors", "rank-00001.safetensors"

@@ -17,7 +17,7 @@ from gpt.shape.config import ModelConfig, RopeScaling, parameter_shapes
 from parallel.validation.errors import ConfigError
 from tests.pretrained_weights import change_config, weights_to_transformers, write_pretrained
 from tests.unit.gpt.model.models import VARIANTS, small_config, small_gpt
-from zero.state.tensor_file import write_tensors
+from zero.checkpoint.tensor_file import write_tensors
 
 CONFIG = small_config(num_layers=2)
 

@@ -15,7 +15,7 @@ from lab.dryrun import report
 from lab.dryrun.dry_run import Recording, dry_run
 from tests.recordings import assert_recorded, lines_of
 from tests.unit.lab.dryrun.test_projection import ROOT, shallow
-from zero.optimizers.matrix_updates import MatrixUpdates
+from zero.updates.matrix_updates import MatrixUpdates
 
 RUNS = {  # name: (cluster, options)
     "stage-1-offload": (

@@ -21,7 +21,7 @@ from parallel.validation.errors import ConfigError
 from tests.pairwise import noting, pairwise
 from tests.unit.lab.dryrun.test_projection import DGX_2, ROOT, shallow
 from zero.activations.stores import STORES
-from zero.partition.config import DTYPES
+from zero.core.partition.config import DTYPES
 
 FACTORS = {
     "optimizer.name": list(get_args(get_type_hints(OptimizerSettings)["name"])),

@@ -13,7 +13,7 @@ from lab.observe.compiled_kernels import CompiledCalls, CompiledRegion, compiled
 from lab.observe.fake_tensors import QuickFakeTensorMode
 from lab.observe.kernel_log import Kernel, KernelLog
 from lab.observe.operation_observer import observe_operations
-from zero.step.compiled import compiled_on_gpus
+from zero.updates.compiled import compiled_on_gpus
 
 TOKENS, WIDTH = 8192, 256
 PASS = TOKENS * WIDTH * 4  # bytes

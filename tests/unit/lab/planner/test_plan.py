@@ -22,7 +22,7 @@ from lab.planner.search import Plan, Search, closed_form_rank
 from parallel.validation.errors import ConfigError
 from parallel.validation.fields import shown
 from tests.unit.lab.dryrun.test_projection import DGX_2, ROOT, settings, shallow
-from zero.partition.stage import STAGES
+from zero.core.partition.stage import STAGES
 
 
 def search(*options: str, world_size: int = 400, cluster: ClusterSpec = DGX_2, **changes: Any) -> Search:

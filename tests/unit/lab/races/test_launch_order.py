@@ -7,7 +7,7 @@ from lab.races.stream_checker import StreamChecker
 from parallel.mesh import Mesh
 from parallel.world import imitated_world
 from tests.launch_order import Job, waiting_time
-from zero.memory.streams import SideStream
+from zero.core.memory.streams import SideStream
 
 CPU = torch.device("cpu")
 A, B = "the communicator a", "the communicator b"

@@ -12,8 +12,8 @@ from parallel.mesh import Axis, Mesh, Work
 from parallel.streams import announce_host_read, current_stream, synchronize
 from parallel.world import imitated_world
 from tests.launch_order import waiting_time
-from zero.memory.placement import host_allocator
-from zero.memory.streams import SideStream, launched_work
+from zero.core.memory.allocators import host_allocator
+from zero.core.memory.streams import SideStream, launched_work
 from zero.uneven import _Exchange
 
 CPU = torch.device("cpu")

@@ -123,7 +123,7 @@ def test_a_disk_that_cannot_be_written_is_a_fact(tmp_path, error, said):
         facts = find_facts(Job(folder=tmp_path), "10.0.0.1")
     assert (facts.disk_error, facts.disk_bytes_per_second, facts.address) == (said, 0.0, "10.0.0.1")
     assert list(tmp_path.iterdir()) == []
-    assert {"pretrain_gpt.py", "zero/engine.py", "parallel/launch/route.py"} < set(facts.code)
+    assert {"pretrain_gpt.py", "zero/core/engine.py", "parallel/launch/route.py"} < set(facts.code)
     assert "missing" not in facts.code.values()
 
 

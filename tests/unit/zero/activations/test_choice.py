@@ -12,9 +12,9 @@ from zero.activations.choice import (
     largest_batch,
     pays,
 )
+from zero.core.partition.stage import STAGES
 from zero.formulas.memory import formula
 from zero.formulas.traffic import axis_bytes, axis_sizes
-from zero.partition.stage import STAGES
 
 V100_BYTES = 32480 * 2**20
 

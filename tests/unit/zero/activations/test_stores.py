@@ -17,7 +17,7 @@ from parallel.tensor.blocks import run_in_order
 from tests.ranks import run_cases
 from zero.activations.checkpointed_blocks import ActivationsConfig, CheckpointedBlocks, checkpointed_blocks
 from zero.activations.stores import STORES, Slot, StoredBytes, make_store, stored_bytes
-from zero.memory.streams import SideStream
+from zero.core.memory.streams import SideStream
 
 CPU = torch.device("cpu")
 Block = Callable[[Tensor], Tensor]

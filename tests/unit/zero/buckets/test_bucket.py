@@ -8,14 +8,15 @@ from torch import Tensor, nn
 
 from parallel.memory_kinds import TensorKind
 from parallel.mesh import Axis, Work
-from zero.buckets.bucket_gradient import BucketGradient
-from zero.buckets.gradient_sum import scale_into
-from zero.buckets.transport import Direct
-from zero.homes.of_settings import homes_of
-from zero.memory.placement import NO_OFFLOAD, device_allocator
-from zero.memory.staging import BufferPool
-from zero.partition.layout import Ranges
-from zero.partition.stage import STAGES, GradientTypes, Lifetime
+from zero.config import NO_OFFLOAD
+from zero.core.buckets.bucket_gradient import BucketGradient
+from zero.core.memory.allocators import device_allocator
+from zero.core.memory.staging import BufferPool
+from zero.core.partition.layout import Ranges
+from zero.core.partition.stage import STAGES, GradientTypes, Lifetime
+from zero.core.protocols.gradient_sum import scale_into
+from zero.core.protocols.transport import Direct
+from zero.data_parallel import homes_of
 
 CPU, FP32 = torch.device("cpu"), torch.float32
 

@@ -9,14 +9,13 @@ from torch import Tensor, nn
 
 from parallel.comm_log import CommLog
 from parallel.mesh import Axis, Work
-from zero.buckets.flat import FlatContext, FlatParameters, absent, is_absent
-from zero.buckets.guarded_parameter import ParameterGuard
-from zero.buckets.transport import Direct
-from zero.homes.of_settings import homes_of
-from zero.memory.placement import NO_OFFLOAD
-from zero.memory.streams import SideStream
-from zero.partition.config import ZeroConfig
-from zero.partition.stage import Lifetime
+from zero.config import NO_OFFLOAD, ZeroConfig
+from zero.core.buckets.flat import FlatContext, FlatParameters, absent, is_absent
+from zero.core.buckets.guarded_parameter import ParameterGuard
+from zero.core.memory.streams import SideStream
+from zero.core.partition.stage import Lifetime
+from zero.core.protocols.transport import Direct
+from zero.data_parallel import homes_of
 
 
 @dataclass(frozen=True)

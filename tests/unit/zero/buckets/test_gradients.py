@@ -10,9 +10,8 @@ from torch import nn
 
 from parallel.mesh import Axis, Mesh
 from parallel.world import imitated_world
-from zero.engine import ZeroDataParallel
-from zero.memory.placement import NO_OFFLOAD, OffloadConfig
-from zero.partition.config import ZeroConfig
+from zero.config import NO_OFFLOAD, OffloadConfig, ZeroConfig
+from zero.data_parallel import ZeroDataParallel
 
 
 def warnings_of(

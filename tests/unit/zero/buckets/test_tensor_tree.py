@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from zero.buckets.tensor_tree import MAX_OBJECTS, find_tensors
+from parallel.tensor_tree import MAX_OBJECTS, find_tensors
 
 Pair = namedtuple("Pair", "x y")
 

@@ -28,9 +28,9 @@ from zero import (
     load_distributed,
     save,
 )
-from zero.dcp.folder import DistributedFolder
-from zero.dcp.safe_reader import METADATA, SafeReader
-from zero.partition.layout import rectangles
+from zero.checkpoint.folders.folder import DistributedFolder
+from zero.checkpoint.folders.safe_reader import METADATA, SafeReader
+from zero.core.partition.layout import rectangles
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

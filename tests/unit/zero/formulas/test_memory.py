@@ -5,9 +5,9 @@ from decimal import ROUND_DOWN, ROUND_HALF_UP, Decimal
 
 import pytest
 
+from zero.core.partition.stage import STAGES, Division
 from zero.formulas.memory import ModelStates, formula, placed
 from zero.formulas.traffic import axis_bytes, axis_sizes
-from zero.partition.stage import STAGES, Division
 
 # Table 1 of the paper: GB of model states per GPU, as printed, some rounded and some truncated.
 TABLE_1 = """

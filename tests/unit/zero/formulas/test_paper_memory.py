@@ -7,7 +7,7 @@ import pytest
 from lab.paper.memory import largest_model
 from tests.source_files import ROOT
 from zero.activations.choice import partition_volume
-from zero.partition.stage import STAGES
+from zero.core.partition.stage import STAGES
 
 PAPER = ROOT / "docs/paper"
 COLUMNS = {"baseline_B_paper": 0, "Pos_B_paper": 1, "Posg_B_paper": 2, "Posgp_B_paper": 3}

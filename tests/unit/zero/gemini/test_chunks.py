@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero.gemini.chunks import MEBI, Cycle, search_chunk_size
-from zero.memory.placement import OffloadConfig
-from zero.partition.layout import ALIGNMENT
+from zero.config import OffloadConfig
+from zero.core.partition.layout import ALIGNMENT
+from zero.homes.budget.chunks import MEBI, Cycle, search_chunk_size
 
 
 @pytest.mark.parametrize(

@@ -13,18 +13,16 @@ from parallel.memory_kinds import PeakMeter
 from parallel.mesh import Axis
 from parallel.validation.errors import ConfigError, MemoryLimitError
 from tests.twins import assert_same_bits, params_of
-from zero.buckets.bucket import Bucket
-from zero.buckets.home import Home, Homes
-from zero.engine import ZeroDataParallel
-from zero.gemini.planner import PlacementPlanner, UnitOrders, choose_units, place_optimizer_states
-from zero.gemini.recorder import UPDATE, Moment
-from zero.homes.of_settings import homes_of
-from zero.memory.placement import NO_OFFLOAD, OffloadConfig
+from zero.config import NO_OFFLOAD, OffloadConfig, ZeroConfig
+from zero.core.buckets.bucket import Bucket
+from zero.core.protocols.extension import Extension
+from zero.core.protocols.home import Home, Homes
+from zero.core.protocols.orders import ExecutionOrder
+from zero.core.units.unit import Unit
+from zero.data_parallel import ZeroDataParallel, homes_of
+from zero.homes.budget.planner import PlacementPlanner, UnitOrders, choose_units, place_optimizer_states
+from zero.homes.budget.recorder import UPDATE, Moment
 from zero.optimizer import ZeroOptimizer
-from zero.order.extension import Extension
-from zero.order.orders import ExecutionOrder
-from zero.partition.config import ZeroConfig
-from zero.units.unit import Unit
 
 CPU = torch.device("cpu")
 NUMELS = [80, 144, 80]  # of the layers' units, with padding
@@ -147,7 +145,7 @@ def within_budget(
 
 def test_chunks_have_lengths_that_buckets_can_have(caplog: pytest.LogCaptureFixture):
     offload = OffloadConfig("auto", accelerator_memory_gb=BUDGET / 1e9, **(CHUNKS | {"min_chunk_size_m": 90 / 2**20}))
-    with caplog.at_level("INFO", "zero.engine"):
+    with caplog.at_level("INFO", "zero.data_parallel"):
         model = ZeroDataParallel(Layers(), Axis.trivial("data"), ZeroConfig(3, alignment=256), offload=offload)
     (numel,) = {len(bucket.ranges.elements) for bucket in model.buckets}
     assert caplog.messages == [f"offload: chunks of {numel} elements, 0 unfilled"]
@@ -164,7 +162,7 @@ def cached_bytes(model: ZeroDataParallel) -> int:
 def test_shards_that_have_no_room_in_the_update_are_evicted_before_it(monkeypatch: pytest.MonkeyPatch):
     """Everywhere else there is room for all of them."""
     model, optimizer = within_budget()
-    measure(monkeypatch, lambda: BUDGET if model.planner.recorder.moment == UPDATE else 0)
+    measure(monkeypatch, lambda: BUDGET if model.residency.recorder.moment == UPDATE else 0)
     found = []
     for _ in range(4):
         model(torch.ones(2, 8)).backward()
@@ -190,11 +188,11 @@ def test_shards_are_cached_in_the_room_that_each_moment_has(
     """The root is visited first. The shard of the second layer is used later than that of the first."""
     model, optimizer = within_budget()
     model.module.order = (0, 1, 0, 1, 2)
-    measure(monkeypatch, lambda: BUDGET - (0 if model.planner.recorder.moment == moment_without_room else room_bytes))
+    measure(monkeypatch, lambda: BUDGET - (0 if model.residency.recorder.moment == moment_without_room else room_bytes))
     found: list[tuple[Moment, int]] = []
 
     def note(*_: object) -> None:
-        found.append((model.planner.recorder.moment, cached_bytes(model)))
+        found.append((model.residency.recorder.moment, cached_bytes(model)))
 
     def after_forward(_module: nn.Module, _args: tuple, output: Tensor) -> None:
         note()
@@ -273,12 +271,12 @@ def test_the_optimizers_states_get_what_units_and_shards_leave(
     for spare, num_placed in ((0, 3), (-1, 2)):
         model, optimizer = within_budget()
         measure(monkeypatch, lambda spare=spare: BUDGET - room_bytes - spare)
-        with caplog.at_level("INFO", "zero.gemini.planner"):
+        with caplog.at_level("INFO", "zero.homes.budget.planner"):
             for _ in range(2):
                 model(torch.ones(2, 8)).backward()
                 optimizer.step()
         assert sum(not bucket.home.is_apart for bucket in model.buckets) == num_placed
-        assert (model.planner.prefetch_numel, model.planner.may_keep) == (304, True)
+        assert (model.residency.prefetch_numel, model.residency.may_keep) == (304, True)
         found = re.search(
             r"offload: (\S+) of 0\.001 GB are free at the tightest moment; (\S+) for units that are prefetched or "
             rf"kept, (\S+) for the optimizer's states of {num_placed} of 3 buckets",
@@ -296,9 +294,9 @@ def test_a_budget_that_is_exceeded_ends_the_first_step_before_its_update(
     monkeypatch: pytest.MonkeyPatch, mode: str, moment: Moment
 ):
     model, optimizer = within_budget(mode)
-    model.planner.recorder.meter.earlier_peaks = 70, 90
-    assert model.planner.earlier_peaks == (70, 90)
-    measure(monkeypatch, lambda: BUDGET + (10**6 if model.planner.recorder.moment == moment else 0))
+    model.residency.recorder.meter.earlier_peaks = 70, 90
+    assert model.residency.earlier_peaks == (70, 90)
+    measure(monkeypatch, lambda: BUDGET + (10**6 if model.residency.recorder.moment == moment else 0))
     before = params_of(model)
     model(torch.ones(2, 8)).backward()
     where = f"{moment[0]} visit {moment[1]}"

@@ -12,9 +12,9 @@ from lab.races.stream_checker import StreamError, streams_checked
 from parallel.memory_kinds import TensorKind
 from parallel.mesh import Work
 from parallel.validation.errors import MemoryLimitError
-from zero.buckets.home import Home
+from zero.core.memory.allocators import host_allocator
+from zero.core.protocols.home import Home
 from zero.homes.on_host import OnHost
-from zero.memory.placement import host_allocator
 
 CPU = torch.device("cpu")
 

@@ -8,11 +8,11 @@ from torch import nn
 
 from parallel.mesh import Axis
 from parallel.validation.errors import ConfigError
-from zero.engine import ZeroDataParallel
+from zero.config import ZeroConfig
+from zero.data_parallel import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
-from zero.optimizers.adamw8bit import BLOCK, AdamW8bit, bounds_of, dequantized, quantized, table_of
-from zero.optimizers.adamw_bf16 import AdamWBf16, rounded
-from zero.partition.config import ZeroConfig
+from zero.updates.adamw8bit import BLOCK, AdamW8bit, bounds_of, dequantized, quantized, table_of
+from zero.updates.adamw_bf16 import AdamWBf16, rounded
 
 CPU = torch.device("cpu")
 

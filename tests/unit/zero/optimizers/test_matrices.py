@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from parallel.validation.errors import ConfigError
-from zero.optimizers.matrices import Matrix, assign, matrices_of, near_owners, owned_by_all
-from zero.optimizers.muon import Muon
-from zero.partition.layout import Layout
+from zero.core.partition.layout import Layout
+from zero.updates.matrices import Matrix, assign, matrices_of, near_owners, owned_by_all
+from zero.updates.muon import Muon
 
 COLUMNS = 5
 

@@ -13,15 +13,15 @@ from parallel.memory_kinds import TensorKind
 from parallel.mesh import Axis
 from parallel.validation.errors import ConfigError
 from tests.distributed.zero.test_zero_optimizer import NoWaiting
-from zero.engine import ZeroDataParallel
+from zero.checkpoint.resident import buffer_bytes
+from zero.config import ZeroConfig
+from zero.data_parallel import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
-from zero.optimizers.adamw8bit import AdamW8bit
-from zero.optimizers.adamw_bf16 import AdamWBf16
-from zero.optimizers.cautious_adamw import CautiousAdamW
-from zero.optimizers.muon import SAFETY, Muon, orthogonalize_, polynomials, runs_of
-from zero.optimizers.soap import Soap
-from zero.partition.config import ZeroConfig
-from zero.state.resident import buffer_bytes
+from zero.updates.adamw8bit import AdamW8bit
+from zero.updates.adamw_bf16 import AdamWBf16
+from zero.updates.cautious_adamw import CautiousAdamW
+from zero.updates.muon import SAFETY, Muon, orthogonalize_, polynomials, runs_of
+from zero.updates.soap import Soap
 
 CPU = torch.device("cpu")
 SHAPES = [(6, 20), (20, 6), (8, 8)]

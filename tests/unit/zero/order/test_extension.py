@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from parallel.mesh import Axis
 from zero import Extension, ZeroConfig, ZeroDataParallel, ZeroOptimizer
-from zero.order.orders import Round
+from zero.core.protocols.orders import Round
 
 
 class Noting(Extension):

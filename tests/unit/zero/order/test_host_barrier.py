@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from parallel.mesh import Axis, Mesh
 from parallel.world import imitated_world
-from zero.order import host_barrier
-from zero.order.host_barrier import BrokenBarrier, HostBarrier
+from zero.extensions import host_barrier
+from zero.extensions.host_barrier import BrokenBarrier, HostBarrier
 
 
 @pytest.fixture

@@ -2,7 +2,8 @@
 
 import pytest
 
-from zero.order.orders import Round, StepOrder
+from zero.core.protocols.orders import Round
+from zero.extensions.agreement import StepOrder
 
 LETTERS = {"f": Round.FORWARD, "b": Round.BACKWARD, "a": Round.ACCUMULATION, "r": Round.READ, "s": Round.STEP}
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from parallel.comm_log import CommLog
 from parallel.mesh import Axis
-from zero.partition.config import ZeroConfig
-from zero.partition.layout import ALIGNMENT, Layout, overlap
+from zero.config import ZeroConfig
+from zero.core.partition.layout import ALIGNMENT, Layout, overlap
 from zero.transports.of_settings import transport_of
 
 SHAPES = st.lists(st.lists(st.integers(1, 40), max_size=3).map(torch.Size), min_size=1, max_size=8)

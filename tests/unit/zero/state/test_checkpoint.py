@@ -24,9 +24,9 @@ from zero import (
     load,
     save,
 )
-from zero.state import writer
-from zero.state.export import full_state_dict, write_folder
-from zero.state.tensor_file import DTYPE_NAMES
+from zero.checkpoint import writer
+from zero.checkpoint.export import full_state_dict, write_folder
+from zero.checkpoint.tensor_file import DTYPE_NAMES
 
 Wrapped = tuple[ZeroDataParallel, ZeroOptimizer]
 

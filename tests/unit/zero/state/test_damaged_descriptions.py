@@ -10,9 +10,9 @@ import torch
 
 from parallel.validation.errors import ConfigError
 from tests.unit.gpt.checkpoint.runs import change_header
-from zero.state.layout_file import DESCRIPTION, check_description, describe_layout, layout_of
-from zero.state.schema import check, parse_json
-from zero.state.tensor_file import MAX_DIMS, TensorFile, write_tensors
+from zero.checkpoint.layout_file import DESCRIPTION, check_description, describe_layout, layout_of
+from zero.checkpoint.schema import check, parse_json
+from zero.checkpoint.tensor_file import MAX_DIMS, TensorFile, write_tensors
 
 GOOD = {
     "data_size": 2,

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from parallel.mesh import Axis
 from parallel.validation.errors import ConfigError
-from zero.engine import ZeroDataParallel
-from zero.partition.config import ZeroConfig
-from zero.state.export import export, full_state_dict, write_folder
+from zero.checkpoint.export import export, full_state_dict, write_folder
+from zero.config import ZeroConfig
+from zero.data_parallel import ZeroDataParallel
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])

@@ -8,9 +8,9 @@ import safetensors.torch
 import torch
 
 from parallel.validation.errors import ConfigError
-from zero.state import sealed_file, tensor_file
-from zero.state.sealed_file import flush_folder, verify, write_json
-from zero.state.tensor_file import TensorFile, write_tensors
+from zero.checkpoint import sealed_file, tensor_file
+from zero.checkpoint.sealed_file import flush_folder, verify, write_json
+from zero.checkpoint.tensor_file import TensorFile, write_tensors
 
 TENSORS = {
     "counter": torch.tensor(7.0),

@@ -13,10 +13,10 @@ import torch
 
 from parallel.mesh import Mesh
 from tests.unit.zero.step.test_loss_scale import CopiesToHost
-from zero.state import writer as module
-from zero.state.layout_file import rank_file
-from zero.state.tensor_file import TensorFile
-from zero.state.writer import CheckpointWriter, HostCopies, Publication, SaveError
+from zero.checkpoint import writer as module
+from zero.checkpoint.layout_file import rank_file
+from zero.checkpoint.tensor_file import TensorFile
+from zero.checkpoint.writer import CheckpointWriter, HostCopies, Publication, SaveError
 
 CPU = torch.device("cpu")
 

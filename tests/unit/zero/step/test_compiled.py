@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from zero.optimizers.adamw_bf16 import AdamWBf16
-from zero.optimizers.compressed_adamw import update_elements_
-from zero.optimizers.matrix_method import add_
-from zero.optimizers.muon import write_direction_
-from zero.step import compiled
-from zero.step.compiled import compiled_on_gpus
-from zero.step.pieces import WholePlace
+from zero.core.step.pieces import WholePlace
+from zero.updates import compiled
+from zero.updates.adamw_bf16 import AdamWBf16
+from zero.updates.compiled import compiled_on_gpus
+from zero.updates.compressed_adamw import update_elements_
+from zero.updates.matrix_method import add_
+from zero.updates.muon import write_direction_
 
 NUMEL, START = 1000, 208  # a piece begins at the element START of its parameter
 SETTINGS = (0.9, 0.95, 1e-8, False)

@@ -6,12 +6,12 @@ from torch import Tensor, nn
 
 from lab.observe.memory_tracker import MemoryTracker
 from parallel.mesh import Axis
-from zero.engine import ZeroDataParallel
+from zero.config import ZeroConfig
+from zero.core.step import grad_norm
+from zero.core.step.grad_norm import NUM_NORMS, layer_of, sums_of_squares
+from zero.core.step.loss_scale import LossScale
+from zero.data_parallel import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
-from zero.partition.config import ZeroConfig
-from zero.step import grad_norm
-from zero.step.grad_norm import NUM_NORMS, layer_of, sums_of_squares
-from zero.step.loss_scale import LossScale
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zero.step.loss_scale import LossScale, SkippedSteps, SkippedStepsError
+from zero.core.step.loss_scale import LossScale, SkippedSteps, SkippedStepsError
 
 CPU = torch.device("cpu")
 

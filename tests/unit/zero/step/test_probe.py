@@ -7,13 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from parallel.validation.errors import ConfigError
-from zero.optimizers.adamw8bit import BLOCK, AdamW8bit
-from zero.optimizers.adamw_bf16 import AdamWBf16
-from zero.optimizers.muon import Muon
-from zero.step.atoms import ELEMENT
-from zero.step.bucketed_optimizer import BucketedOptimizer
-from zero.step.pieces import Piece, as_groups
-from zero.step.probe import probe_atoms
+from zero.core.step.atoms import ELEMENT
+from zero.core.step.bucketed_optimizer import BucketedOptimizer
+from zero.core.step.pieces import Piece, as_groups
+from zero.core.step.probe import probe_atoms
+from zero.updates.adamw8bit import BLOCK, AdamW8bit
+from zero.updates.adamw_bf16 import AdamWBf16
+from zero.updates.muon import Muon
 
 CPU = torch.device("cpu")
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from parallel.mesh import Axis
-from zero.engine import ZeroDataParallel
-from zero.partition.config import ZeroConfig
+from zero.config import ZeroConfig
+from zero.data_parallel import ZeroDataParallel
 
 WIDTH = 4
 ONE_AT_A_TIME = ZeroConfig(3, 500, overlap=False, prefetch_numel=0)

@@ -1,0 +1,138 @@
+"""A check that an optimizer updates pieces of parameters as it updates whole ones, before it is used.
+
+Shards ignore parameter boundaries, so the update of an element must not depend on other elements, unless the optimizer
+declares another atom (`zero/core/step/atoms.py`). This is true of Adam and SGD. LAMB, Adafactor and torch's Muon
+compute with whole parameters: on shards they would silently train differently. One that begins to do so only after
+`NUM_PROBE_STEPS` steps is not noticed.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from parallel.torch_internals import real_tensors
+from parallel.validation.errors import ConfigError, check_type
+from zero.core.partition.layout import cut
+from zero.core.step.atoms import atom_of
+from zero.core.step.bucketed_optimizer import BucketedOptimizer, settings_of
+from zero.core.step.pieces import Piece, WholePlace, locate
+
+PROBED_ROWS, PROBED_COLUMNS, PROBED_CUT, NUM_PROBE_STEPS = 6, 8, 19, 32
+PROBED_RATE = 1e-2  # with a learning rate near zero, no two results would differ
+
+
+@real_tensors()
+def probe_atoms(
+    optimizer: type[Optimizer],
+    settings: dict[str, Any],
+    device: torch.device,
+    groups: Sequence[dict[str, Any]] = ({},),
+    alignment: int = 0,
+) -> list[float]:
+    """Check that an optimizer gives the same result for a small parameter as a whole and for two flat pieces of it.
+
+    The pieces are stepped as the atom requires that the optimizer declares for each of `groups`, whose settings the
+    parameter has. Return, for each group, the bytes of state for each element of a parameter in fp32, without
+    the states of whole matrices. Raises ConfigError if the results differ, if the optimizer refuses flat pieces, or if
+    pieces that begin at multiples of `alignment` elements may cut its blocks.
+    """
+    name = getattr(optimizer, "__name__", str(optimizer))
+    found: dict[str, float] = {}
+    keys = []
+    for group in groups:
+        probed = _with_large_rate(settings_of(group))
+        keys.append(repr(sorted(probed.items(), key=str)))
+        if keys[-1] not in found:
+
+            def make(params: list[nn.Parameter], probed: dict[str, Any] = probed) -> Optimizer:
+                return optimizer([probed | {"params": params}], **_with_large_rate(settings))
+
+            found[keys[-1]] = _probe(name, make, device, alignment)
+    return [found[key] for key in keys]
+
+
+def _probe(name: str, make: Callable[[list[nn.Parameter]], Optimizer], device: torch.device, alignment: int) -> float:
+    """Check one parameter group; return its bytes of state for each element."""
+    try:
+        block_numel = _block_numel(make)
+    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"optimizer {name} cannot be made with the settings that ZeroOptimizer passes on to it: {error}"
+        ) from error
+    try:
+        values, *grads = _random(block_numel).to(device)
+        param, pieces = nn.Parameter(values.clone()), _halves(values.flatten(), block_numel)
+        whole, bucketed = make([param]), BucketedOptimizer(make([piece.param for piece in pieces]))
+        locate(bucketed.inner, {piece.param: WholePlace(0, piece.in_param.start) for piece in pieces})
+        for inner in (whole, bucketed.inner):
+            if callable(train := getattr(inner, "train", None)):
+                train()  # a schedule-free optimizer refuses to step in its other mode
+        for grad in grads:
+            param.grad = grad.clone()
+            whole.step()
+            _step_pieces(bucketed, pieces, grad)
+    except AssertionError as error:
+        raise ConfigError(f"optimizer {name} does not work on {device.type}: {error}; change its settings") from error
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"optimizer {name} cannot step flat pieces of parameters: {error}; choose an optimizer such as AdamW, "
+            "SGD or zero's Muon"
+        ) from error
+    joined = torch.cat([piece.param.detach() for piece in pieces])
+    if not torch.allclose(param.detach().flatten(), joined, rtol=1e-5, atol=1e-7):
+        raise ConfigError(
+            f"optimizer {name} is not element-wise: it updates a {param.shape[0]} x {param.shape[1]} parameter "
+            "differently as a whole and in 2 pieces, so its states cannot be partitioned; choose an optimizer such "
+            "as AdamW, SGD or zero's Muon"
+        )
+    if alignment % block_numel:
+        raise ConfigError(
+            f"{name} updates blocks of {block_numel} elements, and ZeroConfig.alignment={alignment} lets shards cut "
+            f"them; choose {block_numel}"
+        )
+    states = [value for value in whole.state[param].values() if isinstance(value, Tensor) and value.dim() > 0]
+    return sum(state.nbytes for state in states) / param.numel()
+
+
+def _block_numel(make: Callable[[list[nn.Parameter]], Optimizer]) -> int:
+    """Return the number of elements that the optimizer declares as the atom of the group."""
+    empty = make([nn.Parameter(torch.zeros(PROBED_ROWS, PROBED_COLUMNS))])
+    check_type("what it makes", empty, Optimizer, "give a class of optimizers, or a function that makes one")
+    return atom_of(empty, empty.param_groups[0]).numel
+
+
+def _halves(values: Tensor, block_numel: int) -> list[Piece]:
+    """Return two flat pieces of a parameter, each in a shard of its own, which cut no block."""
+    cut_at = PROBED_CUT if block_numel == 1 else 2 * block_numel
+    parts = range(cut_at), range(cut_at, values.numel())
+    return [Piece(nn.Parameter(cut(values, part).clone()), range(len(part)), 0, "", part) for part in parts]
+
+
+def _step_pieces(bucketed: BucketedOptimizer, pieces: Sequence[Piece], grad: Tensor) -> None:
+    """Step the pieces of a whole parameter: one after the other, or all at once if they are put together."""
+    inner: Any = bucketed.inner
+    group, grads = inner.param_groups[0], [cut(grad.flatten(), piece.in_param).clone() for piece in pieces]
+    if atom_of(inner, group).is_assembled:
+        inner.start_round(group)
+        inner.update_matrix([piece.param for piece in pieces], grads, group, (grad.shape[0], grad.shape[1]))
+        return
+    with bucketed.stepping():
+        bucketed.begin_round()
+        for piece, own in zip(pieces, grads, strict=True):
+            bucketed.step([([piece], own)])
+        bucketed.end_round()
+
+
+def _random(block_numel: int) -> Tensor:
+    """Return the values of a parameter, and its gradient in each step; it has three blocks and a part of one."""
+    generator = torch.Generator().manual_seed(0)
+    columns = PROBED_COLUMNS if block_numel == 1 else -(-block_numel // 2) + 1
+    return torch.randn(1 + NUM_PROBE_STEPS, PROBED_ROWS, columns, generator=generator, dtype=torch.float32)
+
+
+def _with_large_rate(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings with `PROBED_RATE` in place of their learning rate, if they have one."""
+    return settings | {"lr": PROBED_RATE} if "lr" in settings else settings

@@ -1,0 +1,199 @@
+"""Hooks before and after the modules of a model, which its copies do not have and torch.compile does not trace."""
+
+from collections.abc import Callable
+from functools import partial, wraps
+from types import MethodType
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from parallel.autograd_internals import name_hook, never_begin_graph, restore_parameter_tables, run_first, run_last
+from parallel.torch_internals import load_compiler
+from zero.core.units.unit import Unit, find_units, innermost_unit
+
+load_compiler()
+
+
+class CallObserver(Protocol):
+    """An observer of the calls of modules."""
+
+    def before_forward(self, unit: Unit, module: nn.Module, args: tuple, kwargs: dict) -> None: ...
+
+    def after_forward(self, unit: Unit, module: nn.Module, output: Any) -> None: ...
+
+    def is_running(self, unit: Unit) -> bool: ...
+
+
+class PersistentHooks:
+    """The hooks of a model whose parameters persist, with the methods of `ModuleHooks`.
+
+    There are none around forwards unless updated parameters may still be on their way in the next forward.
+    """
+
+    def __init__(self, begin_forward: Callable[[], None], handles: list[RemovableHandle]):
+        self.begin, self.handles = torch.compiler.disable(begin_forward), handles
+
+    def register_method(self, module: nn.Module, name: str) -> None:
+        """Do nothing: whatever runs can read the parameters."""
+
+    def remove(self) -> None:
+        """Remove all hooks."""
+        for handle in self.handles:
+            handle.remove()
+
+
+class ModuleHooks:
+    """Tells an observer of the calls of all modules with parameters, and of their methods that are registered.
+
+    Any of these modules may be called by itself. `unit` is the smallest one that contains the module. The calls enclose
+    the user's own hooks on the modules of units. If a module raises, `output` is None. If the observer says that a unit
+    is running, a call of its modules is inside another one that has been reported.
+    """
+
+    def __init__(self, root: nn.Module, units: dict[str, Unit], observer: CallObserver):
+        self._root, self._observer = root, observer
+        never_begin_graph(Hook.__call__)
+        self.begin = torch.compiler.disable(self._enclose_root)
+        self.handles: list[RemovableHandle] = []
+        self._methods: list[tuple[nn.Module, str]] = []
+        names: dict[nn.Module, list[str]] = {}
+        for name, module in root.named_modules(remove_duplicate=False):
+            names.setdefault(module, []).append(name)
+        self._unit_of = {
+            module: units[innermost_unit([f"{name}." for name in aliases], units)] for module, aliases in names.items()
+        }
+        self._before_root = self._install(root, is_unit=True)
+        for module, aliases in names.items():
+            is_unit = not units.keys().isdisjoint(aliases)
+            if module is not root and (is_unit or any(True for _ in module.parameters())):
+                self._install(module, is_unit)
+
+    def _enclose_root(self) -> None:
+        """Put the hooks of the root around the user's, before it is called; the forward begins with them.
+
+        Below the root, a hook that is put before these reads parameters while the root runs, and so can gather them.
+        """
+        run_first(self._root, self._before_root)
+
+    def register_method(self, module: nn.Module, name: str) -> None:
+        """Treat a call of a method like a call of the module."""
+        if isinstance(vars(module).get(name), ForwardMethod):
+            return
+        unit = self._unit_of[module]
+        before = partial(self._observer.before_forward, unit, module)
+        after = partial(self._observer.after_forward, unit, module)
+        setattr(module, name, ForwardMethod(module, name, before, after))
+        self._methods.append((module, name))
+
+    def remove(self) -> None:
+        """Remove all hooks and registered methods."""
+        for handle in self.handles:
+            handle.remove()
+        while self._methods:
+            delattr(*self._methods.pop())
+        restore_parameter_tables(self._root)
+
+    def _install(self, module: nn.Module, is_unit: bool) -> RemovableHandle:
+        unit = self._unit_of[module]
+
+        def after(module: nn.Module, _args: tuple, output: Any) -> None:
+            self._observer.after_forward(unit, module, output)
+
+        def before(module: nn.Module, args: tuple, kwargs: dict) -> None:
+            if is_unit:
+                run_last(module, after_handle)
+            self._observer.before_forward(unit, module, args, kwargs)
+
+        def is_idle() -> bool:
+            return not is_unit and self._observer.is_running(unit)
+
+        after_handle = module.register_forward_hook(Hook(after, is_idle), always_call=True)
+        before_handle = module.register_forward_pre_hook(Hook(before, is_idle), prepend=True, with_kwargs=True)
+        for handle in (before_handle, after_handle):
+            name_hook(handle, "zero")
+        run_first(module, before_handle)
+        self.handles += [before_handle, after_handle]
+        return before_handle
+
+
+def hook_readers(root: nn.Module, before: Callable[[list[nn.Parameter]], None]) -> list[RemovableHandle]:
+    """Call `before(params)` before a module runs that reads `params`; return the handles of the hooks.
+
+    The modules are the elements of module lists (the blocks), each with all of its parameters, and outside of these
+    every module that has parameters of its own.
+    """
+    blocks = find_units(root)
+    params_of: dict[str, dict[nn.Parameter, None]] = {}
+    modules = dict(root.named_modules(remove_duplicate=False))
+    for name, module in modules.items():
+        reader = innermost_unit([f"{name}."], blocks) or name
+        while reader and isinstance(modules[reader], (nn.ModuleList, nn.ModuleDict)):  # whose hooks would not run
+            reader = reader.rpartition(".")[0]
+        params_of.setdefault(reader, {}).update(dict.fromkeys(module.parameters(recurse=False)))
+    handles = []
+    for name, params in params_of.items():
+        if params:
+            hook = Hook(lambda *_, own=list(params): before(own))
+            handles.append(modules[name].register_forward_pre_hook(hook, prepend=True))
+    return handles
+
+
+class Hook:
+    """A hook that does nothing in a copy of its module, in memory or in a file. See [Note: compiling]."""
+
+    def __init__(self, function: Callable, is_idle: Callable[[], bool] = lambda: False):
+        self._function = torch.compiler.disable(function)
+        self._is_idle = torch.compiler.assume_constant_result(is_idle)
+
+    def __call__(self, *args: Any) -> None:
+        if not (torch.compiler.is_compiling() and self._is_idle()):
+            self._function(*args)
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> Callable:
+        return no_hook
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _make_no_hook, ()
+
+
+def no_hook(*_: Any) -> None:
+    """Do nothing."""
+
+
+def _make_no_hook() -> Callable[..., None]:
+    return no_hook
+
+
+class ForwardMethod:
+    """A method of a module that runs as its forward does; in a copy of the module, the method as its class has it."""
+
+    def __init__(
+        self, module: nn.Module, name: str, before: Callable[[tuple, dict], None], after: Callable[[Any], None]
+    ):
+        self._module, self._name = module, name
+        self._before, self._after = torch.compiler.disable(before), torch.compiler.disable(after)
+        self._method = getattr(module, name)
+        wraps(self._method)(self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._before(args, kwargs)
+        output = None
+        try:
+            output = self._method(*args, **kwargs)
+        finally:
+            self._after(output)
+        return output
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable:
+        return MethodType(getattr(type(self._module), self._name), memo[id(self._module)])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._module, self._name)
+
+
+# [Note: compiling] The compiler ends its graph at a hook, and runs the hook as it is: what it does depends on what
+# other modules have run, which compiled code cannot repeat. A hook on a module inside a unit has nothing to do while
+# its unit runs, and then leaves no trace in the graph. Whether it runs is asked once, when a function is compiled; if
+# the function is called again while the unit is sharded, the parameters are of another class, and it is compiled again.

@@ -1,0 +1,205 @@
+"""The engine with what settings choose: this file alone knows the rooms that hold transports, homes and extensions.
+
+A room is imported when a setting asks for it.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from parallel.mesh import Axis
+from parallel.tensor.split_parameters import split_dims
+from parallel.torch_ranks import AxisLike, as_axis
+from parallel.validation.errors import ConfigError, check_type
+from zero.config import NO_OFFLOAD, OffloadConfig, ZeroConfig
+from zero.core.engine import Engine, InitialValues
+from zero.core.partition.stage import Lifetime
+from zero.core.protocols.extension import Extension
+from zero.core.protocols.home import Home, Homes
+from zero.core.protocols.transport import Transport, TransportOf
+from zero.core.units.scheduler import Residency
+from zero.extensions.agreement import LaunchOrder
+from zero.transports.of_settings import transports_of
+
+if TYPE_CHECKING:
+    from zero.checkpoint.state_dicts.chunked_tensor import ChunkedTensor, ParameterChunks
+
+logger = logging.getLogger(__name__)
+
+
+class ZeroDataParallel(Engine):
+    """A module whose gradients are averaged over `data`, and whose states are partitioned as the stage says.
+
+    >>> model = ZeroDataParallel(module, init_device_mesh("cuda", (8,)), ZeroConfig(stage=3))
+
+    `data` is an axis, a DeviceMesh of one dim or of replicas x shards, a ProcessGroup, or None: all ranks.
+    Run every micro-batch but the last inside `with model.accumulate():`. All ranks start with the parameters and
+    buffers of the first rank. `requires_grad` and dtypes are read once, here: to change them later, `unwrap` the module
+    first. Pass `init` if the module was built inside a `ShardedInit`. With `device`, the module moves there, a unit at
+    a time. With `param_dtype`, floating-point parameters, and inputs of the forward if `cast_forward_inputs`, are cast
+    to it; buffers are not, and master weights begin with the values before the cast. `transport` says how buckets are
+    communicated, for all parameters or by a function of (name, parameter), and `homes` in which memories states begin;
+    by default the settings say both. `extensions` observe what the engine does. Raises
+    ValueError if the module cannot be wrapped, TypeError if an argument has another class, and DivergedRanks if another
+    rank wraps another one.
+    """
+
+    config: ZeroConfig
+
+    def __init__(
+        self,
+        module: nn.Module,
+        data: AxisLike = None,
+        config: ZeroConfig | None = None,
+        init: InitialValues | None = None,
+        device: torch.device | None = None,
+        offload: OffloadConfig = NO_OFFLOAD,
+        param_dtype: torch.dtype | None = None,
+        *,
+        cast_forward_inputs: bool = True,
+        transport: Transport | TransportOf | None = None,
+        homes: Homes | None = None,
+        extensions: Sequence[Extension] = (),
+    ):
+        data, config = as_axis(data), ZeroConfig() if config is None else config
+        check_arguments(config, offload, param_dtype, homes, device, is_built=init is None)
+        self.offload = offload
+        chosen = homes or homes_of(offload, device or next(module.parameters()).device)
+        super().__init__(
+            module,
+            data,
+            config,
+            transports_of(config, data, module, chosen.device, transport),
+            chosen,
+            init=init,
+            device=homes.device if homes else device,
+            param_dtype=param_dtype,
+            cast_forward_inputs=cast_forward_inputs,
+            extensions=[LaunchOrder(data, config.policy.compared_axis(data)), *extensions],
+        )
+
+    def parameter_chunks(self) -> "ParameterChunks":
+        """Return how torch's state dicts have the parameters, and the optimizer's states of them.
+
+        Raises ConfigError if the model is split along a tensor axis, and no optimizer has said which.
+        """
+        split = split_dims(self.module)
+        tensor = next((optimizer.tensor for optimizer in self.reducer.users.params_of), None)
+        if split and tensor is None:
+            raise ConfigError("a model that is split along a tensor axis needs its optimizer, which knows that axis")
+        from zero.checkpoint.state_dicts.chunked_tensor import ParameterChunks
+
+        return ParameterChunks(self.module, split, self.shard_axis, tensor or Axis.trivial("tensor"), self.homes.device)
+
+    @torch.no_grad()
+    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        """Return what the module's `state_dict` does, with the rank's shards of the master weights as parameters.
+
+        They are views, which `torch.distributed.checkpoint` saves and loads into; `full_tensor()` gathers one.
+        """
+        self.take_changes()
+        state = self.module.state_dict(*args, destination=destination, prefix=prefix, keep_vars=True)
+        state.update(self._shards(state))
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load shards, as `state_dict` returns them, or whole tensors, into parameters, master weights and buffers.
+
+        All ranks call it, with the same keys. Returns keys that are missing and unexpected, and raises RuntimeError for
+        these if it is `strict`, and ConfigError if a tensor does not fit.
+        """
+        from zero.checkpoint.state_dicts.chunked_tensor import ChunkedTensor
+
+        if not any(isinstance(value, ChunkedTensor) for value in state_dict.values()):
+            self.take_changes()  # shards may have been loaded in place, and parameters be older than master weights
+        shards = self._shards(self.module.state_dict(keep_vars=True))
+        others = {name: value for name, value in state_dict.items() if name not in shards}
+        # All of them are checked before any is loaded.
+        parts = {name: one.parts_of(name, state_dict[name]) for name, one in shards.items() if name in state_dict}
+        keys = self.module.load_state_dict(others, strict=False, assign=assign)
+        keys.missing_keys[:] = [name for name in keys.missing_keys if name not in state_dict]
+        if strict and any(keys):
+            raise RuntimeError(
+                f"the state dict lacks {keys.missing_keys} and has {keys.unexpected_keys}, which this model has not; "
+                "load the state of this model, or choose strict=False"
+            )
+        with torch.no_grad(), self.loading_masters():
+            for name, part in parts.items():
+                shards[name].load(part)
+        return keys
+
+    def _shards(self, state: Mapping[str, Any]) -> "dict[str, ChunkedTensor]":
+        """Return the shards of the parameters in a state of the module, by their keys."""
+        chunks = self.parameter_chunks()
+        weights = chunks.weights(self.flats, self.slices())
+        params = {name: value for name, value in state.items() if isinstance(value, nn.Parameter)}
+        return {name: weights[chunks.names[param]] for name, param in params.items() if param in chunks.names}
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Return where torch's `get_state_dict` finds the parts of the module by the names that they have in it."""
+        return dict.fromkeys(["", *(name for name, _ in self.module.named_children())], "module")
+
+    def _chosen_bucket_numel(self, unit_numels: Sequence[int], dtype: torch.dtype) -> int:
+        """Return the number of elements of a bucket; with auto, a chunk of which as little as possible is unfilled."""
+        if self.offload.mode != "auto":
+            return super()._chosen_bucket_numel(unit_numels, dtype)
+        from zero.homes.budget.chunks import search_chunk_size
+
+        numel, unfilled_numel = search_chunk_size(list(unit_numels), self.offload, self._transports.grain)
+        logger.info("offload: chunks of %d elements, %d unfilled", numel, unfilled_numel)
+        return numel
+
+    def _make_residency(self) -> Residency:
+        """Return what decides which units are prefetched and kept: a `PlacementPlanner` if there is a budget."""
+        if self.offload.mode != "auto" and self.offload.accelerator_memory_gb is None:
+            return super()._make_residency()
+        from zero.homes.budget.planner import PlacementPlanner
+
+        planner = PlacementPlanner(self.offload, self.homes, self._prefetch_numel())
+        pools = [self.reducer.reductions.staging, *(pool for home in self.homes.all for pool in home.pools.values())]
+        planner.check_units(self.units.values(), sum(pool.num_bytes for pool in pools))
+        return planner
+
+
+def homes_of(config: OffloadConfig, accelerator: torch.device) -> Homes:
+    """Return where states begin; with auto, the planner moves some later."""
+    here = Home(accelerator)
+    if not (offloaded := config.offloaded_states):
+        return Homes(here, here, here)
+    from zero.homes.on_host import OnHost
+
+    host = OnHost(accelerator)
+    return Homes(here, host if "parameters" in offloaded else here, host if "optimizer" in offloaded else here)
+
+
+def check_arguments(
+    config: ZeroConfig,
+    offload: OffloadConfig,
+    param_dtype: torch.dtype | None,
+    homes: Homes | None,
+    device: torch.device | None,
+    *,
+    is_built: bool,
+) -> None:
+    """Raise TypeError for an argument of another class, and ConfigError if one has no effect with the others."""
+    check_type("`config` of ZeroDataParallel", config, ZeroConfig, "such as ZeroConfig(stage=2)")
+    check_type("`offload` of ZeroDataParallel", offload, OffloadConfig, 'such as OffloadConfig("host")')
+    check_type("`param_dtype` of ZeroDataParallel", param_dtype or torch.bfloat16, torch.dtype, "or None not to cast")
+    if param_dtype is not None and not param_dtype.is_floating_point:
+        raise ConfigError(f"param_dtype={param_dtype} has no fractions; choose torch.bfloat16, or None not to cast")
+    if homes is not None:
+        check_type("`homes` of ZeroDataParallel", homes, Homes, "such as Homes(Home(device), home, home)")
+        if offload.mode != "accelerator":
+            raise ConfigError(f"OffloadConfig.mode={offload.mode} with `homes`, which say where states are; give one")
+        if device not in (None, homes.device):
+            raise ConfigError(f"device={device} with `homes` of {homes.device}; leave `device` out")
+        if homes.parameters.is_apart and not is_built:
+            raise ConfigError("ShardedInit stores shards where `offload` says, and not in `homes`; give both `offload`")
+    if config.policy.full_params is Lifetime.PERSISTENT and offload.offloaded_states == {"parameters"}:
+        raise ConfigError(
+            f"OffloadConfig.states=[parameters] has no effect at ZeroConfig.stage={config.stage}, which keeps full "
+            "parameters on the accelerator; add optimizer, or choose stage 3"
+        )
