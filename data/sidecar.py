@@ -47,7 +47,7 @@ class Sidecar:
 
     def save(self, prefix: str | Path) -> None:
         facts = dataclasses.asdict(self)
-        text = json.dumps(facts | {OWN_CHECKSUM: _checksum_of(facts)}, indent=2)
+        text = json.dumps(facts | {OWN_CHECKSUM: checksum_of(facts)}, indent=2)
         self.path(prefix).write_text(text + "\n", encoding="utf-8")
 
     @classmethod
@@ -61,7 +61,7 @@ class Sidecar:
             has_checksum, checksum = OWN_CHECKSUM in facts, facts.pop(OWN_CHECKSUM, None)
             sidecar = cls(**facts)
             sidecar._check_types()
-            if has_checksum and checksum != _checksum_of(facts):
+            if has_checksum and checksum != checksum_of(facts):
                 raise ValueError(
                     f"it was changed since it was written (remove its key {OWN_CHECKSUM} if that was meant)"
                 )
@@ -112,5 +112,6 @@ def file_checksum(path: str | Path) -> int:
     return checksum
 
 
-def _checksum_of(facts: dict[str, Any]) -> int:
+def checksum_of(facts: dict[str, Any]) -> int:
+    """Return the CRC-32 of the keys and values of a JSON object."""
     return zlib.crc32(json.dumps(facts, sort_keys=True).encode())

@@ -18,7 +18,8 @@ from filelock import FileLock, Timeout
 
 from data.errors import LOCKS_ARE_MISSING, DataError
 from data.indexed import DTYPE_OF_CODE, HEADER, MAGIC, VERSION, bin_path, idx_path
-from data.sidecar import CHUNK_BYTES
+from data.sidecar import CHUNK_BYTES, OWN_CHECKSUM, checksum_of
+from parallel.validation.files import read_note
 from parallel.validation.paths import remove
 
 PROGRESS = "progress.json"  # in the hidden folder
@@ -77,17 +78,20 @@ class Progress:
 
     @classmethod
     def load(cls, folder: Path, plan: str) -> Self:
-        """Return the progress that was saved in a folder; none if there is none, or it is that of another plan."""
+        """Return the progress that was saved in a folder; none if it is missing, damaged or that of another plan."""
         try:
-            saved = cls(**json.loads((folder / PROGRESS).read_text()))
-        except (OSError, ValueError, TypeError):
-            return cls(plan)
-        return saved if saved.plan == plan else cls(plan)
+            facts = json.loads(read_note(folder / PROGRESS))
+            if facts.pop(OWN_CHECKSUM) == checksum_of(facts) and facts["plan"] == plan:
+                return cls(**facts)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            pass
+        return cls(plan)
 
     def save(self, folder: Path) -> None:
         """Save it. The files whose sizes it has must be on the disk."""
         unfinished = folder / f"{PROGRESS}.unfinished"
-        unfinished.write_text(json.dumps(asdict(self)))
+        facts = asdict(self)
+        unfinished.write_text(json.dumps(facts | {OWN_CHECKSUM: checksum_of(facts)}))
         os.replace(unfinished, folder / PROGRESS)
 
 

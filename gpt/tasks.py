@@ -131,15 +131,17 @@ def load_task(path: Path, tokenizer: Tokenizer, seq_length: int, num_questions: 
         lines = text.split("\n")  # other separators may stand in a text
     except (OSError, UnicodeError) as error:
         raise DataError(f"cannot read the task {path}: {error}; correct train.tasks") from None
-    rows = islice(((number, line) for number, line in enumerate(lines, 1) if line.strip()), num_questions)
-    questions = [_question(f"{path}:{number}", line) for number, line in rows]
+    questions: list[Question] = []
+    requests: list[Request] = []
+    for number, line in islice(((number, line) for number, line in enumerate(lines, 1) if line.strip()), num_questions):
+        question = _question(f"{path}:{number}", line)
+        questions.append(question)
+        try:
+            requests += [_request(tokenizer, seq_length, question.context, f" {choice}") for choice in question.choices]
+        except DataError as error:
+            raise DataError(f"{path}:{number}: {error}") from None
     if len({len(question.choices) == 1 for question in questions}) != 1:
         raise DataError(f"the task {path} needs questions of one format, 1 or more; it has {len(questions)} rows")
-    requests = [
-        _request(tokenizer, seq_length, question.context, f" {choice}")
-        for question in questions
-        for choice in question.choices
-    ]
     return Task(path.stem, questions, requests)
 
 

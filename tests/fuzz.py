@@ -1,11 +1,41 @@
 """The examples of the fuzzers: few in the default suite, many behind the marker `full`, the same in every run."""
 
-from collections.abc import Callable
-from typing import Any
+import resource
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
+
+MOST_SECONDS, MOST_BYTES = 10, 1 << 30  # of the processor, and of memory, for one example
+EXTREME = [0, 1, -1, 2**15, 2**31 - 1, -(2**31), 2**32, 2**62, 2**63 - 1, -(2**63), 10**12]
+Damage = Callable[[bytes], bytes]
+
+
+def spliced(place: float, num_removed: int, inserted: bytes) -> Damage:
+    def damage(content: bytes) -> bytes:
+        start = int(place * len(content))
+        return content[:start] + inserted + content[start + num_removed :]
+
+    return damage
+
+
+def set_number(place: float, number: int, num_bytes: int) -> Damage:
+    return spliced(place, num_bytes, (number % 2 ** (8 * num_bytes)).to_bytes(num_bytes, "little"))
+
+
+PLACE = st.floats(0, 1, exclude_max=True)
+DAMAGE: st.SearchStrategy[Damage] = st.one_of(
+    st.builds(spliced, PLACE, st.just(1), st.binary(min_size=1, max_size=1)),
+    st.builds(set_number, PLACE, st.sampled_from(EXTREME), st.sampled_from([4, 8])),
+    st.builds(spliced, PLACE, st.just(10**9), st.just(b"")),
+    st.builds(spliced, PLACE, st.integers(0, 16), st.binary(max_size=16)),
+)
 
 
 def fuzzed(few: int, many: int) -> pytest.MarkDecorator:
@@ -15,8 +45,33 @@ def fuzzed(few: int, many: int) -> pytest.MarkDecorator:
 
 def run_examples(num_examples: int, check: Callable[..., None], *strategies: SearchStrategy) -> None:
     """Call `check` with `num_examples` values that the strategies draw."""
+
+    def bounded_check(values: tuple[Any, ...]) -> None:
+        with bounded_work():
+            check(*values)
+
     chosen = settings(max_examples=num_examples, suppress_health_check=list(HealthCheck))
-    chosen(given(*strategies)(check))()
+    chosen(given(st.tuples(*strategies))(bounded_check))()
+
+
+@contextmanager
+def bounded_work() -> Iterator[None]:
+    """Fail if the block takes more of the processor, or more memory, than any small file may cost."""
+
+    def fail(*_: object) -> NoReturn:
+        raise TimeoutError(f"more than {MOST_SECONDS} seconds of the processor")
+
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MOST_BYTES, limit[1]))
+    before = signal.signal(signal.SIGVTALRM, fail)
+    signal.setitimer(signal.ITIMER_VIRTUAL, MOST_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+        resource.setrlimit(resource.RLIMIT_AS, limit)
 
 
 def result_unless_refused(read: Callable[[], Any], refusal: type[Exception], name: object) -> Any:

@@ -9,11 +9,11 @@ began_from                the folder that checkpoint.resume named when this run 
 
 import logging
 import re
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from parallel.validation.errors import ConfigError
+from parallel.validation.files import read_note
 from parallel.validation.paths import remove
 from parallel.world import is_restart
 from zero.checkpoint.layout_file import is_complete, no_checkpoint, writer_of
@@ -77,9 +77,7 @@ def goes_on(folder: Path, resume: str) -> bool:
         return True
     if resume == "never" or _is_in(folder, Path(resume)):
         return is_restart()
-    with suppress(OSError):
-        return (folder / BEGAN_FROM).read_text() == str(Path(resume).absolute())
-    return False
+    return read_note(folder / BEGAN_FROM) == str(Path(resume).absolute())
 
 
 def _is_in(folder: Path, checkpoint: Path) -> bool:
@@ -158,11 +156,6 @@ def _matches(folder: Path, name: re.Pattern[str]) -> list[tuple[re.Match[str], P
 
 def _warn_if_latest_differs(folder: Path, found: Path | None) -> None:
     """Warn if the file `latest` exists, and names something else than the newest checkpoint."""
-    try:
-        with (folder / LATEST).open("rb") as file:
-            text = file.read(100).decode(errors="replace").strip()
-    except OSError:  # a crash before `latest` was written, or the first start
-        return
-    name = found.name if found else "none"
-    if text != name:
+    text = read_note(folder / LATEST).strip()
+    if text not in ("", found.name if found else "none"):
         logger.warning("%s names %s, but the newest checkpoint is %s", folder / LATEST, shown(text), found or "none")

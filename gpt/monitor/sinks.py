@@ -21,6 +21,7 @@ import yaml
 
 from gpt.settings.run import WandbSettings
 from gpt.settings.settings import Settings
+from parallel.validation.files import read_note
 from parallel.validation.paths import unlink_link
 
 logger = logging.getLogger(__name__)
@@ -92,7 +93,7 @@ class WandbRun:
 
     def __init__(self, settings: WandbSettings, run_dir: Path, config: dict[str, Any], is_same_run: bool):
         id_file = run_dir / RUN_ID
-        run_id = id_file.read_text() if is_same_run and id_file.exists() else uuid4().hex[:8]
+        run_id = (read_note(id_file) if is_same_run else "") or uuid4().hex[:8]
         unlink_link(id_file)
         id_file.write_text(run_id)
         self._run = _start_wandb(settings, run_dir, config, run_id)

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from parallel.validation.errors import ConfigError
+from parallel.validation.fields import LARGEST_INT
+from parallel.validation.files import read_note
 from parallel.validation.paths import remove, unlink_link
 
 logger = logging.getLogger(__name__)
@@ -60,9 +62,7 @@ def start_run(folder: Path, config: str, last_step: int, name: str = "") -> None
 
 def read_name(folder: Path) -> str:
     """Return the random name of the run of a folder, "" if an earlier version has begun it."""
-    with suppress(OSError):
-        return (folder / NAME).read_text(errors="replace")
-    return ""
+    return read_note(folder / NAME)
 
 
 def cut_metrics(folder: Path, last_step: int) -> None:
@@ -193,7 +193,7 @@ def _record(line: bytes) -> dict[str, Any] | None:
         record = json.loads(line)
     except (ValueError, RecursionError):  # not JSON, or not UTF-8
         return None
-    if not isinstance(record, dict) or type(record.get("step")) is not int:
+    if not isinstance(record, dict) or not _is_integer(record.get("step")):
         return None
     return record if "out_of_memory" in record or _has_numbers(record) else None
 
@@ -203,9 +203,13 @@ def _has_numbers(record: dict[str, Any]) -> bool:
     numbers = [value for key, value in record.items() if key != "samples"]
     return (
         not NUMBERS_OF_A_STEP - record.keys()
-        and all(value is None or type(value) in (int, float) for value in numbers)
+        and all(value is None or type(value) is float or _is_integer(value) for value in numbers)
         and _are_texts(record.get("samples", []))
     )
+
+
+def _is_integer(value: Any) -> bool:
+    return type(value) is int and abs(value) <= LARGEST_INT
 
 
 def _are_texts(samples: Any) -> bool:

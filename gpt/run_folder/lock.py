@@ -12,6 +12,7 @@ from filelock import FileLock, Timeout
 
 from data.errors import LOCKS_ARE_MISSING
 from parallel.validation.errors import ConfigError
+from parallel.validation.files import read_note
 from parallel.validation.paths import unlink_link
 from parallel.world import start_of_launch
 
@@ -60,11 +61,9 @@ class RunLock:
 
     def _is_of_earlier_start(self) -> bool:
         """Return True if the lock was taken by a start of this launch that has ended."""
-        own, path = start_of_launch(), self._folder / HOLDER
-        if own is None or not path.exists():
-            return False
-        launch, _, number = path.read_text().partition(" ")
-        return launch == own[0] and int(number) < own[1]
+        launch, _, number = read_note(self._folder / HOLDER).partition(" ")
+        own = start_of_launch()
+        return own is not None and launch == own[0] and number.isdecimal() and int(number) < own[1]
 
     def _write_holder(self) -> None:
         if own := start_of_launch():

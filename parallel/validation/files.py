@@ -5,6 +5,7 @@ from pathlib import Path
 
 SETTINGS_BYTES = 1 << 20  # of a file that people write
 FACTS_BYTES = 16 << 20  # of a file that programs write beside their data
+NOTE_BYTES = 1 << 12  # of a file of one name, path or number
 
 
 def read_limited(path: Path, most_bytes: int) -> bytes:
@@ -14,3 +15,11 @@ def read_limited(path: Path, most_bytes: int) -> bytes:
     if len(content) > most_bytes:
         raise OSError(errno.EFBIG, f"it has more than {most_bytes:,} bytes", str(path))
     return content
+
+
+def read_note(path: Path) -> str:
+    """Return the text of a file of one line, "" if there is none that can be read."""
+    try:
+        return read_limited(path, NOTE_BYTES).decode(errors="replace")
+    except OSError:
+        return ""

@@ -27,32 +27,9 @@ from data.sidecar import Sidecar
 from data.sources import Source, text_of
 from data.staging import IndexedWriter
 from data.tokenizer import load_tokenizer
-from tests.fuzz import fuzzed, result_unless_refused, run_examples
+from tests.fuzz import DAMAGE, Damage, fuzzed, result_unless_refused, run_examples
 
 TEXTS = [f"document {i} says {'again ' * (i % 7)}Ψ{i * i}\n" for i in range(40)]
-EXTREME = [0, 1, -1, 2**15, 2**31 - 1, -(2**31), 2**32, 2**62, 2**63 - 1, -(2**63), 10**12]
-Damage = Callable[[bytes], bytes]
-
-
-def _spliced(place: float, num_removed: int, inserted: bytes) -> Damage:
-    def damage(content: bytes) -> bytes:
-        start = int(place * len(content))
-        return content[:start] + inserted + content[start + num_removed :]
-
-    return damage
-
-
-def _set_number(place: float, number: int, num_bytes: int) -> Damage:
-    return _spliced(place, num_bytes, (number % 2 ** (8 * num_bytes)).to_bytes(num_bytes, "little"))
-
-
-PLACE = st.floats(0, 1, exclude_max=True)
-DAMAGE: st.SearchStrategy[Damage] = st.one_of(
-    st.builds(_spliced, PLACE, st.just(1), st.binary(min_size=1, max_size=1)),
-    st.builds(_set_number, PLACE, st.sampled_from(EXTREME), st.sampled_from([4, 8])),
-    st.builds(_spliced, PLACE, st.just(10**9), st.just(b"")),
-    st.builds(_spliced, PLACE, st.integers(0, 16), st.binary(max_size=16)),
-)
 
 
 @pytest.fixture(scope="module")

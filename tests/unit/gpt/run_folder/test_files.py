@@ -44,6 +44,7 @@ DAMAGED = [
     b'{"step": 3}\n',
     text(step="3"),
     text(lr=[1]),
+    text(tokens=10**400),
     text(samples="def"),
     text(samples=[{"prompt": "def", "text": "x"}, {"prompt": "def", "text": 5}]),
     text(samples=[{"text": "x"}]),
