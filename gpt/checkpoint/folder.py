@@ -157,5 +157,5 @@ def _matches(folder: Path, name: re.Pattern[str]) -> list[tuple[re.Match[str], P
 def _warn_if_latest_differs(folder: Path, found: Path | None) -> None:
     """Warn if the file `latest` exists, and names something else than the newest checkpoint."""
     text = read_note(folder / LATEST).strip()
-    if text not in ("", found.name if found else "none"):
+    if text != (found.name if found else "none") and (folder / LATEST).exists():  # not if a crash came before it
         logger.warning("%s names %s, but the newest checkpoint is %s", folder / LATEST, shown(text), found or "none")

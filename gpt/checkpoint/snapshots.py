@@ -32,7 +32,7 @@ from gpt.settings.run import CheckpointSettings
 from parallel.pairwise import SideMessages
 from parallel.store import Decisions
 from parallel.validation.errors import ConfigError
-from parallel.validation.files import read_note
+from parallel.validation.files import NOTE_BYTES, read_limited
 from parallel.validation.paths import remove
 from zero.checkpoint.layout_file import LAYOUT, rank_file, verify_file
 from zero.checkpoint.sealed_file import verify
@@ -215,7 +215,7 @@ def _node_of(folder: Path) -> str:
         with suppress(FileExistsError):
             os.link(own, folder / NODE)  # complete from the beginning, and the first one's
         own.unlink()
-        return read_note(folder / NODE)
+        return read_limited(folder / NODE, NOTE_BYTES).decode(errors="replace")
     except OSError as error:
         raise ConfigError(
             f"checkpoint.snapshot_dir: {folder} cannot be written ({error.strerror}); choose another folder in memory, "

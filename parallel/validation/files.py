@@ -18,8 +18,9 @@ def read_limited(path: Path, most_bytes: int) -> bytes:
 
 
 def read_note(path: Path) -> str:
-    """Return the text of a file of one line, "" if there is none that can be read."""
+    """Return the text of a file of one line, of a longer one the beginning, "" if there is none that can be read."""
     try:
-        return read_limited(path, NOTE_BYTES).decode(errors="replace")
+        with path.open("rb") as file:
+            return file.read(NOTE_BYTES).decode(errors="replace")
     except OSError:
         return ""
