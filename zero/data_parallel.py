@@ -148,7 +148,7 @@ class ZeroDataParallel(Engine):
             return super()._chosen_bucket_numel(unit_numels, dtype)
         from zero.homes.budget.chunks import search_chunk_size
 
-        numel, unfilled_numel = search_chunk_size(list(unit_numels), self.offload, self._transports.grain)
+        numel, unfilled_numel = search_chunk_size(unit_numels, self.offload, self._transports.grain)
         logger.info("offload: chunks of %d elements, %d unfilled", numel, unfilled_numel)
         return numel
 

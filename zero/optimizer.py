@@ -1,16 +1,13 @@
 """The optimizer of a wrapped model, with torch's state dicts."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from parallel.mesh import Axis
-from parallel.validation.errors import ConfigError, check_type
+from parallel.validation.errors import ConfigError
 from zero.core.optimizer import ShardedOptimizer
-from zero.core.step.loss_scale import LossScale
-from zero.core.step.pieces import check_class
 from zero.data_parallel import ZeroDataParallel
 
 if TYPE_CHECKING:
@@ -43,35 +40,8 @@ class ZeroOptimizer(ShardedOptimizer):
     waits for a message. Without it their gradient is zero, and the first step with such a parameter warns.
     """
 
-    def __init__(
-        self,
-        model: ZeroDataParallel,
-        optimizer: type[torch.optim.Optimizer],
-        groups: Iterable[Any] | None = None,
-        *,
-        tensor: Axis | None = None,
-        clip_norm: float | None = None,
-        loss_scale: LossScale | None = None,
-        max_skipped_in_a_row: int | None = 50,
-        warn_skipped: bool = True,
-        skip_unused: bool = False,
-        **settings: Any,
-    ):
-        check_type("`model` of ZeroOptimizer", model, ZeroDataParallel, "wrap the module, and give what that returns")
-        check_class(optimizer)
-        super().__init__(
-            model,
-            optimizer,
-            groups,
-            tensor=tensor,
-            clip_norm=clip_norm,
-            loss_scale=loss_scale,
-            max_skipped_in_a_row=max_skipped_in_a_row,
-            warn_skipped=warn_skipped,
-            skip_unused=skip_unused,
-            **settings,
-        )
-        self._model: ZeroDataParallel = model
+    engine_class = ZeroDataParallel
+    _model: ZeroDataParallel
 
     @classmethod
     def like(cls, model: ZeroDataParallel, plain: torch.optim.Optimizer, **settings: Any) -> "ZeroOptimizer":
@@ -102,6 +72,14 @@ class ZeroOptimizer(ShardedOptimizer):
         from zero.checkpoint.state_dicts.optimizer import load_state_dict
 
         load_state_dict(self.inner, self._pieces, self._chunks(), state_dict)
+
+    def _check_others(self) -> None:
+        if self._model.reducer.users.params_of and self._model.offload.mode == "auto":
+            raise ConfigError(
+                "OffloadConfig.mode=auto moves buckets for one optimizer, and this model has two; choose host or "
+                "accelerator"
+            )
+        super()._check_others()
 
     def _chunks(self) -> "ParameterChunks":
         if self.matrices.state_bytes:  # the same on all ranks

@@ -72,8 +72,9 @@ def default_of(field: Field[Any], base: Any) -> Any:
 @cache
 def field_texts(kind: type) -> dict[str, str]:
     """Return the docstring below each field of a dataclass, in one line; "" if there is none."""
-    bases = [field_texts(base) for base in kind.__bases__ if is_dataclass(base)]
-    texts = {field.name: next((base[field.name] for base in bases if field.name in base), "") for field in fields(kind)}
+    texts = {field.name: "" for field in fields(kind)}
+    for base in filter(is_dataclass, kind.__bases__):
+        texts |= field_texts(base)
     (definition,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
     assert isinstance(definition, ast.ClassDef)
     for statement, following in zip(definition.body, [*definition.body[1:], None], strict=True):

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ from zero.core.step.bucket_groups import BucketGroups
 from zero.core.step.bucketed_optimizer import BucketedOptimizer
 from zero.core.step.grad_norm import GradNorm
 from zero.core.step.loss_scale import LossScale, SkippedSteps
-from zero.core.step.pieces import OwnedPieces, OwnedState, Piece, UnusedParameters, as_groups
+from zero.core.step.pieces import OwnedPieces, OwnedState, Piece, UnusedParameters, as_groups, check_class
 from zero.core.step.probe import probe_atoms
 
 Scales = dict[Home, tuple[Tensor, ...]]  # (clip coefficient, flag of a skipped step) as each home uses them
@@ -47,6 +47,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     `ZeroOptimizer` derives from it, and describes it.
     """
+
+    engine_class: ClassVar[type[Engine]] = Engine
+    """The class of `model`."""
 
     def __init__(
         self,
@@ -62,6 +65,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         skip_unused: bool = False,
         **settings: Any,
     ):
+        remedy = "wrap the module, and give what that returns"
+        check_type("`model` of ZeroOptimizer", model, self.engine_class, remedy)
+        check_class(optimizer)
         self._model, self.tensor = model, tensor or Axis.trivial("tensor")
         self._clip_norm = math.inf if clip_norm is None else clip_norm
         if not self._clip_norm > 0:
@@ -265,11 +271,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     f"two optimizers of a model have `tensor` axes of their own, of {other.tensor.size} and "
                     f"{self.tensor.size} ranks, and the gradients of one would not be summed over them; give both the "
                     "same axis"
-                )
-            if self._model.offload.mode == "auto":
-                raise ConfigError(
-                    "OffloadConfig.mode=auto moves buckets for one optimizer, and this model has two; choose host or "
-                    "accelerator"
                 )
             a, b = self.loss_scale, other.loss_scale
             if a is not b and (a.is_dynamic or b.is_dynamic or a.initial != b.initial):
