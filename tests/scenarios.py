@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from parallel.mesh import Axis, Mesh
 from tests.pairwise import noting
 from tests.ranks import run_ranks
-from zero.config import NO_OFFLOAD, OffloadConfig, ZeroConfig
 from zero.core.partition.stage import Lifetime
 from zero.data_parallel import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
+from zero.settings.config import NO_OFFLOAD, OffloadConfig, ZeroConfig
 
 ROWS, WIDTH = 3, 4  # of this rank's part of a batch
 LARGEST = 100.0  # value in a scenario

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from parallel.mesh import Mesh
 from tests.models import batch, loss_of
-from zero.config import ZeroConfig
 from zero.data_parallel import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
+from zero.settings.config import ZeroConfig
 
 Loss = Callable[[nn.Module, int, int], Tensor]  # (module, step, rank) -> loss
 Groups = Callable[[nn.Module], list[dict[str, Any]]]

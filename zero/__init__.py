@@ -21,7 +21,7 @@ _MODULES = {
     "zero.checkpoint.folders.folder": "load_distributed",
     "zero.checkpoint.folders.state": "DistributedState",
     "zero.checkpoint.writer": "SaveError",
-    "zero.config": "OffloadConfig ZeroConfig",
+    "zero.settings.config": "OffloadConfig ZeroConfig",
     "zero.core.buckets.guarded_parameter": "GradientAccessError ShardedParameterError",
     "zero.core.protocols.extension": "Extension",
     "zero.core.protocols.home": "Home Homes",
@@ -64,8 +64,6 @@ if TYPE_CHECKING:  # the same names, for type checkers and editors
     from zero.checkpoint.folders.folder import load_distributed as load_distributed
     from zero.checkpoint.folders.state import DistributedState as DistributedState
     from zero.checkpoint.writer import SaveError as SaveError
-    from zero.config import OffloadConfig as OffloadConfig
-    from zero.config import ZeroConfig as ZeroConfig
     from zero.core.buckets.guarded_parameter import GradientAccessError as GradientAccessError
     from zero.core.buckets.guarded_parameter import ShardedParameterError as ShardedParameterError
     from zero.core.protocols.extension import Extension as Extension
@@ -80,6 +78,8 @@ if TYPE_CHECKING:  # the same names, for type checkers and editors
     from zero.extensions.agreement import DivergedRanks as DivergedRanks
     from zero.homes.on_host import OnHost as OnHost
     from zero.optimizer import ZeroOptimizer as ZeroOptimizer
+    from zero.settings.config import OffloadConfig as OffloadConfig
+    from zero.settings.config import ZeroConfig as ZeroConfig
     from zero.sharded_init import ShardedInit as ShardedInit
     from zero.transports.two_level import TwoLevel as TwoLevel
     from zero.uneven import join as join

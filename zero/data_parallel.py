@@ -1,7 +1,4 @@
-"""The engine with what settings choose: this file alone knows the rooms that hold transports, homes and extensions.
-
-A room is imported when a setting asks for it.
-"""
+"""The engine as users wrap a module in it: with what settings choose, and with torch's state dicts."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -14,15 +11,15 @@ from parallel.mesh import Axis
 from parallel.tensor.split_parameters import split_dims
 from parallel.torch_ranks import AxisLike, as_axis
 from parallel.validation.errors import ConfigError, check_type
-from zero.config import NO_OFFLOAD, OffloadConfig, ZeroConfig
 from zero.core.engine import Engine, InitialValues
 from zero.core.partition.stage import Lifetime
 from zero.core.protocols.extension import Extension
-from zero.core.protocols.home import Home, Homes
+from zero.core.protocols.home import Homes
 from zero.core.protocols.transport import Transport, TransportOf
 from zero.core.units.scheduler import Residency
 from zero.extensions.agreement import LaunchOrder
-from zero.transports.of_settings import transports_of
+from zero.settings.chosen import homes_of, transports_of
+from zero.settings.config import NO_OFFLOAD, OffloadConfig, ZeroConfig
 
 if TYPE_CHECKING:
     from zero.checkpoint.state_dicts.chunked_tensor import ChunkedTensor, ParameterChunks
@@ -162,17 +159,6 @@ class ZeroDataParallel(Engine):
         pools = [self.reducer.reductions.staging, *(pool for home in self.homes.all for pool in home.pools.values())]
         planner.check_units(self.units.values(), sum(pool.num_bytes for pool in pools))
         return planner
-
-
-def homes_of(config: OffloadConfig, accelerator: torch.device) -> Homes:
-    """Return where states begin; with auto, the planner moves some later."""
-    here = Home(accelerator)
-    if not (offloaded := config.offloaded_states):
-        return Homes(here, here, here)
-    from zero.homes.on_host import OnHost
-
-    host = OnHost(accelerator)
-    return Homes(here, host if "parameters" in offloaded else here, host if "optimizer" in offloaded else here)
 
 
 def check_arguments(

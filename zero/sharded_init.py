@@ -23,12 +23,12 @@ from parallel.mesh import Axis
 from parallel.torch_internals import real_tensors
 from parallel.torch_ranks import AxisLike, as_axis
 from parallel.validation.errors import ConfigError
-from zero.config import NO_OFFLOAD, OffloadConfig
 from zero.core.buckets.flat import absent
 from zero.core.checks import IS_COMPLEX
 from zero.core.partition.layout import overlap
 from zero.core.partition.stage import Lifetime, ShardingPolicy
-from zero.transports.of_settings import levels_of
+from zero.settings.chosen import levels_of
+from zero.settings.config import NO_OFFLOAD, OffloadConfig
 
 UNSHARDED_NUMEL = 2**26
 NUM_RECENT_MODULES = 4  # the last modules used, whose parameters stay unsharded: an expression may read several modules

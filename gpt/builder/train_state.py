@@ -40,9 +40,9 @@ from zero.core.protocols.home import Homes
 from zero.core.step.loss_scale import LossScale
 from zero.data_parallel import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
+from zero.settings.chosen import blocks_of, levels_of
 from zero.sharded_init import ShardedInit
 from zero.transports.block_sums import Blocks
-from zero.transports.of_settings import blocks_of, levels_of
 
 logger = logging.getLogger(__name__)
 

@@ -26,8 +26,8 @@ from gpt.shape.config import ModelConfig
 from parallel.validation.errors import ConfigError
 from parallel.validation.fields import checked
 from zero.activations.checkpointed_blocks import ActivationsConfig
-from zero.config import OffloadConfig, ZeroConfig
 from zero.fp8.scaling import RECIPES
+from zero.settings.config import OffloadConfig, ZeroConfig
 
 
 @checked

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zero.activations.checkpointed_blocks import StoreChoice
-from zero.config import Mode
+from zero.settings.config import Mode
 
 STAGES = (0, 1, 2, 3)
 SHARD_GROUPS = (1, 2)

@@ -20,10 +20,10 @@ from torch.optim import AdamW, Optimizer
 from gpt.model.transformer import GPT
 from parallel.mesh import Mesh
 from zero.activations.checkpointed_blocks import ActivationsConfig, checkpointed_blocks
-from zero.config import NO_OFFLOAD, OffloadConfig, ZeroConfig
 from zero.core.units.unit import find_units
 from zero.data_parallel import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
+from zero.settings.config import NO_OFFLOAD, OffloadConfig, ZeroConfig
 from zero.updates.muon import Muon
 
 LR, CLIP_NORM = 3e-4, 1.0

@@ -32,8 +32,8 @@ from lab.pages.markdown import table
 from parallel.mesh import Axis, Mesh
 from parallel.tensor.token_layout import ReplicatedTokens
 from parallel.world import World, start_world, stop_world
-from zero.config import ZeroConfig
 from zero.core.units.unit import find_units
+from zero.settings.config import ZeroConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 NUM_COMPARED_LOSSES = 16  # after that AdamW amplifies rounding errors without bound

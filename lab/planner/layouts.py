@@ -18,12 +18,12 @@ from parallel.mesh import HALF_TYPES, Axis, Mesh
 from parallel.validation.errors import ConfigError
 from zero.activations.choice import Hardware, Workload, bytes_on_device, exposed_seconds, model_parallel_volume
 from zero.activations.stores import STORES, StoreName
-from zero.config import Mode, OptimizerOver
 from zero.core.buckets.reductions import MAX_IN_FLIGHT
 from zero.core.partition.config import NUM_STAGED, Accumulate
 from zero.core.partition.stage import STAGES, Division, Lifetime
 from zero.formulas.memory import ModelStates
 from zero.formulas.traffic import axis_bytes, axis_sizes
+from zero.settings.config import Mode, OptimizerOver
 
 ASSUMED_PEAK_FRACTION = 0.5  # fraction of the peak rate that computation is assumed to reach
 MAX_MICRO_BATCH = 128

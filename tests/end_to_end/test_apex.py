@@ -20,8 +20,8 @@ from parallel.world import start_world
 from pretrain_gpt import pretrain
 from tests.end_to_end.runs import options, run
 from tests.ranks import run_ranks
-from zero.config import NO_OFFLOAD, OffloadConfig
-from zero.data_parallel import homes_of
+from zero.settings.chosen import homes_of
+from zero.settings.config import NO_OFFLOAD, OffloadConfig
 
 CPU = torch.device("cpu")
 

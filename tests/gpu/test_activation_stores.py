@@ -13,10 +13,10 @@ from parallel.mesh import Mesh
 from parallel.tensor.token_layout import ReplicatedTokens
 from tests.gpu.waiting import waiting_is_an_error
 from zero.activations.checkpointed_blocks import ActivationsConfig
-from zero.config import ZeroConfig
 from zero.core.memory.allocators import host_allocator
 from zero.data_parallel import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
+from zero.settings.config import ZeroConfig
 
 pytestmark = pytest.mark.gpu
 CONFIG = ModelConfig(6, 256, 4, seq_length=128, vocab_size=97, dropout=0.1, attention="math")

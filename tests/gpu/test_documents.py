@@ -14,9 +14,9 @@ from gpt.train_step import train_step
 from parallel.mesh import Axis, Mesh
 from parallel.tensor.token_layout import ReplicatedTokens
 from tests.gpu.waiting import waiting_is_an_error
-from zero.config import ZeroConfig
 from zero.data_parallel import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
+from zero.settings.config import ZeroConfig
 
 pytestmark = pytest.mark.gpu
 SEQ, VOCAB = 64, 97

@@ -11,9 +11,9 @@ from parallel.memory_kinds import Placement
 from parallel.mesh import Mesh
 from parallel.tensor.token_layout import ReplicatedTokens
 from zero.checkpoint import resident
-from zero.config import NO_OFFLOAD, OffloadConfig, ZeroConfig
 from zero.data_parallel import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
+from zero.settings.config import NO_OFFLOAD, OffloadConfig, ZeroConfig
 
 pytestmark = pytest.mark.gpu
 CONFIG = ModelConfig(num_layers=8, hidden_size=256, num_heads=4, seq_length=64, vocab_size=97, dropout=0.0)

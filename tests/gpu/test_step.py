@@ -10,10 +10,10 @@ from gpt.train_step import train_step
 from parallel.mesh import Mesh
 from parallel.tensor.token_layout import ReplicatedTokens
 from tests.gpu.waiting import waiting_is_an_error
-from zero.config import ZeroConfig
 from zero.core.step.loss_scale import LossScale
 from zero.data_parallel import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
+from zero.settings.config import ZeroConfig
 
 pytestmark = pytest.mark.gpu
 CONFIG = ModelConfig(num_layers=2, hidden_size=64, num_heads=4, seq_length=32, vocab_size=97, dropout=0.0)

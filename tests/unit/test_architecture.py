@@ -42,21 +42,21 @@ FLOORS = {
     "zero/core":            "parallel parallel/tensor zero/core/partition zero/core/memory zero/core/protocols "
                             "zero/core/buckets zero/core/units zero/core/step",
 
-    "zero/config.py":       "zero/core/partition",
     "zero/fp8":             "parallel parallel/tensor zero/core/partition",
     "zero/formulas":        "zero/core/partition",
     "zero/activations":     "parallel parallel/tensor zero/core/memory",
     "zero/extensions":      "parallel zero/core/protocols",
-    "zero/transports":      "parallel zero/config.py zero/core/partition zero/core/memory zero/core/protocols zero/fp8",
+    "zero/transports":      "parallel zero/core/partition zero/core/memory zero/core/protocols zero/fp8",
     "zero/homes":           "parallel zero/core/partition zero/core/memory zero/core/protocols",
-    "zero/homes/budget":    "parallel zero/config.py zero/core/partition zero/core/protocols zero/core/buckets "
+    "zero/settings":        "parallel zero/core/partition zero/core/protocols zero/fp8 zero/transports zero/homes",
+    "zero/homes/budget":    "parallel zero/settings zero/core/partition zero/core/protocols zero/core/buckets "
                             "zero/core/units",
     "zero/updates":         "parallel parallel/tensor zero/core/partition zero/core/protocols zero/core/buckets "
                             "zero/core/step",
     "zero/checkpoint/state_dicts": "parallel zero/core/partition zero/core/buckets zero/core/step",
-    "zero":                 "parallel parallel/tensor zero/core zero/core/* zero/config.py zero/extensions "
+    "zero":                 "parallel parallel/tensor zero/core zero/core/* zero/settings zero/extensions "
                             "zero/transports zero/homes zero/homes/budget zero/checkpoint/state_dicts",
-    "zero/checkpoint":      "parallel parallel/tensor zero zero/core zero/core/* zero/config.py zero/formulas "
+    "zero/checkpoint":      "parallel parallel/tensor zero zero/core zero/core/* zero/settings zero/formulas "
                             "zero/updates",
     "zero/checkpoint/folders": "parallel zero zero/core zero/core/* zero/checkpoint",
 
@@ -300,7 +300,7 @@ BREACHES: dict[Rule, list[dict[str, str]]] = {
         {"data/indexed.py": "np.load(path, allow_pickle=True)"},
     ],
     libraries_name_no_option: [
-        {"zero/config.py": "raise ConfigError(f'zero.stage={stage} does not exist')"},
+        {"zero/settings/config.py": "raise ConfigError(f'zero.stage={stage} does not exist')"},
         {"zero/homes/budget/recorder.py": "raise ConfigError('too much; lower ' 'train.steps')"},
         {"zero/extensions/agreement.py": "def f():\n    return Diverged('or a zero.stage below 3')"},
     ],
@@ -342,8 +342,8 @@ ALLOWED: dict[Rule, list[dict[str, str]]] = {
     processes_are_ended_in_one_file: [{"parallel/ending.py": "import os\nos._exit(2)"}],
     no_file_is_unpickled: [{"gpt/checkpoint/checkpoint.py": "torch.load(path, weights_only=True)"}],
     libraries_name_no_option: [
-        {"zero/config.py": "raise ConfigError(f'ZeroConfig.stage={stage} does not exist')"},
-        {"zero/config.py": '"""The meaning of `zero.stage`."""'},
+        {"zero/settings/config.py": "raise ConfigError(f'ZeroConfig.stage={stage} does not exist')"},
+        {"zero/settings/config.py": '"""The meaning of `zero.stage`."""'},
         {"zero/core/buckets/gradients.py": "raise ValueError('inside `with model.accumulate():`')"},
         {"gpt/builder/train_state.py": "raise ConfigError('parallel.tensor_size=3')"},
         {"zero/__init__.py": "{'zero.activations.stores': 'ActivationStore'}"},

@@ -19,9 +19,9 @@ from parallel.tensor.token_layout import ReplicatedTokens, SplitTokens, TokenLay
 from tests.ranks import run_cases
 from tests.twins import params_of
 from zero.activations.checkpointed_blocks import ActivationsConfig
-from zero.config import ZeroConfig
 from zero.data_parallel import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
+from zero.settings.config import ZeroConfig
 
 SEQ, MICRO_BATCHES, TOLERANCE = 12, 3, 1e-10
 ROUNDING = 4 * 2**-23  # relative, of the losses that an evaluation rounds to fp32

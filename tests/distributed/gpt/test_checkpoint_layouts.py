@@ -20,9 +20,9 @@ from tests.ranks import run_ranks
 from tests.unit.gpt.model.models import VARIANTS
 from zero.activations.checkpointed_blocks import ActivationsConfig, checkpointed_blocks
 from zero.checkpoint.saved_state import SavedState
-from zero.config import NO_OFFLOAD, OffloadConfig, ZeroConfig
 from zero.data_parallel import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
+from zero.settings.config import NO_OFFLOAD, OffloadConfig, ZeroConfig
 
 CONFIG = ModelConfig(2, 32, 4, 12, 97, dropout=0.0)
 GLOBAL_BATCH = 4  # sequences, divided over the data-parallel ranks

@@ -22,7 +22,7 @@ from tests.oracle.deepspeed_files import write_deepspeed
 from tests.ranks import run_ranks
 from zero.checkpoint.folders.state import DistributedState
 from zero.checkpoint.sealed_file import CHUNK_BYTES
-from zero.config import ZeroConfig
+from zero.settings.config import ZeroConfig
 
 CONSTANT = 4 * CHUNK_BYTES
 MODEL = ModelConfig(16, 640, 10, 128, 8192, dropout=0.0)  # 84 million parameters: 1 GB of masters and moments

@@ -23,10 +23,10 @@ from tests.pairwise import noting, pairwise
 from tests.ranks import run_cases, run_ranks
 from tests.twins import params_of
 from zero.activations.checkpointed_blocks import ActivationsConfig
-from zero.config import NO_OFFLOAD, OffloadConfig, ZeroConfig
 from zero.core.step.loss_scale import LossScale
 from zero.data_parallel import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
+from zero.settings.config import NO_OFFLOAD, OffloadConfig, ZeroConfig
 
 NUM_STEPS, CLIP_NORM, TOLERANCE = 2, 0.5, 1e-10
 ADAMW = OptimizerSettings(lr=1e-2, weight_decay=0.1)

@@ -22,10 +22,10 @@ from parallel.torch_internals import real_tensors
 from tests.fake_cuda import build_library, fake_cuda, run_on_fake_cuda
 from zero.activations.checkpointed_blocks import ActivationsConfig
 from zero.checkpoint.writer import HostCopies
-from zero.config import OffloadConfig, ZeroConfig
 from zero.core.step.loss_scale import LossScale
 from zero.data_parallel import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
+from zero.settings.config import OffloadConfig, ZeroConfig
 
 CONFIG = ModelConfig(2, 32, 4, 16, 97, dropout=0.1, vocab_multiple=8, attention="math")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -16,9 +16,9 @@ from parallel.tensor.token_layout import ReplicatedTokens
 from tests.ranks import run_ranks
 from zero.activations.checkpointed_blocks import ActivationsConfig, checkpointed_blocks
 from zero.checkpoint import resident
-from zero.config import ZeroConfig
 from zero.data_parallel import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
+from zero.settings.config import ZeroConfig
 
 CONFIG = ModelConfig(3, 32, 4, 16, 512, dropout=0.0)  # so many words that memory peaks in the loss
 BATCH = 2

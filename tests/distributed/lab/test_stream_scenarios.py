@@ -28,7 +28,7 @@ from tests.ranks import call_with
 from tests.scenarios import Configuration, check
 from tests.twins import check_all, configs
 from zero.activations.checkpointed_blocks import ActivationsConfig, checkpointed_blocks
-from zero.config import OffloadConfig, ZeroConfig
+from zero.settings.config import OffloadConfig, ZeroConfig
 
 HOST = OffloadConfig("host")
 OPTIMIZER = OffloadConfig("host", ("optimizer",))

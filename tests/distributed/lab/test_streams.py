@@ -26,10 +26,10 @@ from parallel.world import World, imitated_world
 from tests.ranks import run_ranks
 from zero.checkpoint.rank_state import RankState
 from zero.checkpoint.writer import HostCopies
-from zero.config import OffloadConfig, ZeroConfig
 from zero.core.buckets.flat import FlatParameters
 from zero.data_parallel import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
+from zero.settings.config import OffloadConfig, ZeroConfig
 
 OFFLOADS = {
     "none": {},

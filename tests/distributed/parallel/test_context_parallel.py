@@ -20,7 +20,7 @@ from tests.distributed.gpt.test_tensor_parallel import (
 )
 from tests.ranks import run_cases, run_ranks
 from zero.activations.checkpointed_blocks import ActivationsConfig
-from zero.config import ZeroConfig
+from zero.settings.config import ZeroConfig
 
 CONFIG = config_of(97)
 

@@ -10,9 +10,9 @@ from parallel.mesh import Mesh
 from tests.ranks import run_cases
 from tests.twins import configs
 from zero.checkpoint.rank_state import RankState
-from zero.config import NO_OFFLOAD, OffloadConfig, ZeroConfig
 from zero.data_parallel import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
+from zero.settings.config import NO_OFFLOAD, OffloadConfig, ZeroConfig
 
 OPTIMIZER_ON_HOST = OffloadConfig("host", ("optimizer",))
 RESIDENT = [*configs(0, 1, 2, bucket_numel=[100]), ZeroConfig(3, 100, resident_numel=1000)]

@@ -17,9 +17,9 @@ from parallel.tensor.token_layout import ReplicatedTokens
 from tests.ranks import run_cases
 from zero.activations.checkpointed_blocks import ActivationsConfig
 from zero.checkpoint import resident
-from zero.config import ZeroConfig
 from zero.data_parallel import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
+from zero.settings.config import ZeroConfig
 
 CPU = torch.device("cpu")
 

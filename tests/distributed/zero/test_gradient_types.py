@@ -20,10 +20,10 @@ from parallel.mesh import Axis, Mesh
 from tests.checked_streams import run_checked
 from tests.pairwise import pairwise
 from tests.ranks import run_cases, run_ranks
-from zero.config import NO_OFFLOAD, OffloadConfig, SumOverRanks, ZeroConfig
 from zero.core.partition.config import DTYPES
 from zero.data_parallel import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
+from zero.settings.config import NO_OFFLOAD, OffloadConfig, SumOverRanks, ZeroConfig
 
 WIDTH = 24
 Inputs = Callable[[int, int], tuple[Tensor, Tensor]]  # (rank, micro-batch) -> (x, y) of type fp64

@@ -13,13 +13,13 @@ from parallel.mesh import Mesh
 from tests.pairwise import pairwise
 from tests.ranks import run_cases
 from zero.checkpoint import resident
-from zero.config import SumOverRanks, ZeroConfig
 from zero.core.partition.config import DTYPES, DtypeName
 from zero.core.partition.stage import STAGES, Lifetime
 from zero.data_parallel import ZeroDataParallel
 from zero.formulas import memory
 from zero.formulas.traffic import axis_bytes
 from zero.optimizer import ZeroOptimizer
+from zero.settings.config import SumOverRanks, ZeroConfig
 
 BUCKET_NUMEL, WIDTH, NUM_BLOCKS = 2**16, 251, 6
 LONGEST_SCALARS = 32  # bytes: numbers of the norm

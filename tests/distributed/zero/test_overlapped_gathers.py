@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from parallel.mesh import Axis, Mesh
 from tests.ranks import run_ranks
 from zero.checkpoint.rank_state import RankState
-from zero.config import ZeroConfig
 from zero.data_parallel import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
+from zero.settings.config import ZeroConfig
 
 
 class Model(nn.Module):

@@ -15,10 +15,10 @@ from parallel.tensor.gradient_sums import GradientSums
 from parallel.validation.errors import ConfigError
 from tests.scenarios import STAGES, WIDTH, Block, Blocks, Run, as_test, cases, mean_square
 from tests.twins import params_of
-from zero.config import NO_OFFLOAD, OffloadConfig, ZeroConfig
 from zero.core.step.loss_scale import LossScale
 from zero.data_parallel import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
+from zero.settings.config import NO_OFFLOAD, OffloadConfig, ZeroConfig
 
 # What to do one after the other: a letter is the first one of a method or of an optimizer. b: backward of the next
 # batch; a: the same inside `accumulate`; sm: the optimizer of the matrices steps; zv: that of the vectors discards its

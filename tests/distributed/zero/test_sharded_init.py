@@ -12,8 +12,8 @@ from parallel.mesh import Axis, Mesh
 from tests.models import build
 from tests.ranks import run_ranks
 from tests.twins import assert_same_bits, params_of
-from zero.config import ZeroConfig
 from zero.data_parallel import ZeroDataParallel
+from zero.settings.config import ZeroConfig
 from zero.sharded_init import ShardedInit
 
 STAGE_3 = ZeroConfig(stage=3, bucket_numel=500)

@@ -14,9 +14,9 @@ from tests.models import HARDER_MODELS, MODELS, batch, build, loss_of
 from tests.pairwise import pairwise
 from tests.ranks import run_cases
 from tests.twins import params_of
-from zero.config import NO_OFFLOAD, OffloadConfig, ZeroConfig
 from zero.data_parallel import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
+from zero.settings.config import NO_OFFLOAD, OffloadConfig, ZeroConfig
 
 NUM_STEPS, CLIP_NORM, LR, WEIGHT_DECAY = 3, 0.5, 1e-2, 0.1
 

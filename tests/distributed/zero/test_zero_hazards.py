@@ -14,10 +14,10 @@ from tests.distributed.zero.test_zero_equals_one_process import case_of, train_w
 from tests.models import build
 from tests.ranks import run_ranks
 from tests.twins import ALL_STAGES, Twins, assert_same_bits, check_all, configs, next_token_loss
-from zero.config import ZeroConfig
 from zero.core.partition.stage import Lifetime
 from zero.data_parallel import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
+from zero.settings.config import ZeroConfig
 
 
 def toy_twins(config: ZeroConfig) -> Twins:

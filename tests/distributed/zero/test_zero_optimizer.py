@@ -23,11 +23,11 @@ from tests.ranks import run_cases, run_ranks
 from tests.twins import ALL_STAGES, Twins, assert_same_bits, configs, next_token_loss, params_of
 from zero.checkpoint.checkpoint import Saver, load, save
 from zero.checkpoint.rank_state import RankState
-from zero.config import ZeroConfig
 from zero.core.step import bucket_groups
 from zero.core.step.loss_scale import LossScale
 from zero.data_parallel import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
+from zero.settings.config import ZeroConfig
 
 
 def small_gpt(dtype: torch.dtype = torch.float64) -> nn.Module:

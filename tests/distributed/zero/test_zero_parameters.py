@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from parallel.mesh import Axis, Mesh
 from tests.ranks import run_ranks
 from tests.twins import ALL_STAGES, Twins, assert_same_bits, check_all, configs, params_of
-from zero.config import ZeroConfig
 from zero.data_parallel import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
+from zero.settings.config import ZeroConfig
 
 
 class UnusualTensors(nn.Module):

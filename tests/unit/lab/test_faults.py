@@ -16,9 +16,9 @@ from lab.faults.faults import FAULTS, Outcome, Round, WrongError, check
 from lab.faults.flips import TARGETS, flip
 from lab.faults.runs import Ended, Job
 from parallel.mesh import Axis
-from zero.config import ZeroConfig
 from zero.data_parallel import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
+from zero.settings.config import ZeroConfig
 
 TRACEBACK = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\n    g()\n'
 OF_RANK = "".join(f"[rank1]:     {line}\n" for line in TRACEBACK.splitlines()).replace("     Traceback", " Traceback")

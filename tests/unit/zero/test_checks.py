@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from parallel.mesh import Axis
 from parallel.validation.errors import ConfigError
-from zero.config import ZeroConfig
 from zero.data_parallel import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
+from zero.settings.config import ZeroConfig
 
 
 class Wrapper(Tensor):

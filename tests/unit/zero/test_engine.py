@@ -14,9 +14,9 @@ from parallel.mesh import Axis
 from parallel.tensor.gradient_sums import GradientSums
 from parallel.validation.errors import ConfigError
 from zero.checkpoint.checkpoint import load, save
-from zero.config import ZeroConfig
 from zero.data_parallel import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
+from zero.settings.config import ZeroConfig
 
 DATA = Axis.trivial("data")
 

@@ -12,8 +12,8 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from zero.config import OffloadConfig
 from zero.core.partition.layout import round_up
+from zero.settings.config import OffloadConfig
 
 MEBI = 2**20
 NUM_ROUNDS = 3  # the first begins with nothing held; the third repeats what the second has led to

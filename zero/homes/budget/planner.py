@@ -18,13 +18,13 @@ import torch
 
 from parallel.mesh import Axis
 from parallel.validation.errors import ConfigError
-from zero.config import OffloadConfig
 from zero.core.buckets.bucket import Bucket, ParamShard
 from zero.core.protocols.home import Home, Homes
 from zero.core.units.scheduler import NUM_KEPT, Pass, Residency, UnitOrders
 from zero.core.units.unit import Unit
 from zero.homes.budget.chunks import Cycle
 from zero.homes.budget.recorder import GIGA, UPDATE, MemoryRecorder, Moment
+from zero.settings.config import OffloadConfig
 
 logger = logging.getLogger(__name__)
 

@@ -20,10 +20,10 @@ from tests.pairwise import noting
 from tests.ranks import run_ranks
 from tests.unit.gpt.model.models import VARIANTS
 from zero.activations.checkpointed_blocks import ActivationsConfig
-from zero.config import ZeroConfig
 from zero.data_parallel import ZeroDataParallel
 from zero.fp8 import convert
 from zero.optimizer import ZeroOptimizer
+from zero.settings.config import ZeroConfig
 
 CPU = torch.device("cpu")
 TENSOR_LAYOUTS = [(1, False), (2, False), (2, True)]  # (tensor size, sequence parallel)

@@ -14,7 +14,7 @@ from tests.pairwise import noting, pairwise
 from tests.ranks import run_cases, run_ranks
 from tests.unit.gpt.model.models import ONE_DEVICE, SIZES, VARIANTS
 from zero.activations.checkpointed_blocks import ActivationsConfig
-from zero.config import NO_OFFLOAD, OffloadConfig, ZeroConfig
+from zero.settings.config import NO_OFFLOAD, OffloadConfig, ZeroConfig
 
 MESHES = [(1, 2, False), (1, 2, True), (1, 4, False), (1, 4, True), (2, 2, True), (2, 1, False)]
 FACTORS = {

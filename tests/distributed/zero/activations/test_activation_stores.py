@@ -30,9 +30,9 @@ from tests.distributed.gpt.test_tensor_parallel import (
 from tests.pairwise import noting, pairwise
 from tests.ranks import run_cases
 from zero.activations.checkpointed_blocks import ActivationsConfig
-from zero.config import ZeroConfig
 from zero.data_parallel import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
+from zero.settings.config import ZeroConfig
 
 FACTORS = {
     "sizes": [(2, 1), (1, 2)],  # data x tensor; below, dropout is replayed on two of each

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from tests.distributed.zero.architectures.tiny_models import KINDS, build, classes_of, loss_of
 from tests.ranks import run_ranks
 from tests.twins import Twins
-from zero.config import ZeroConfig
+from zero.settings.config import ZeroConfig
 
 # A gradient that is zero in exact arithmetic is some 1e-13, and differs with the order of additions. Adam's step has a
 # slope of at most lr / eps = 10 there.

@@ -17,11 +17,11 @@ from tests.pairwise import pairwise
 from tests.ranks import call_with, run_cases, run_ranks
 from zero.checkpoint.export import full_state_dict
 from zero.checkpoint.folders.state import DistributedState
-from zero.config import OffloadConfig, ZeroConfig
 from zero.core.partition.stage import Lifetime
 from zero.data_parallel import ZeroDataParallel
 from zero.formulas.traffic import axis_bytes
 from zero.optimizer import ZeroOptimizer
+from zero.settings.config import OffloadConfig, ZeroConfig
 
 WIDTH = 144  # more than a block of 128, and no multiple of it
 BUCKET_NUMEL = 5000  # shards begin inside rows

@@ -14,11 +14,11 @@ from tests.models import batch, build, loss_of
 from tests.pairwise import pairwise
 from tests.ranks import run_cases, run_ranks
 from zero.checkpoint import resident
-from zero.config import OffloadConfig, ZeroConfig
 from zero.data_parallel import ZeroDataParallel
 from zero.formulas import memory
 from zero.formulas.memory import ModelStates
 from zero.optimizer import ZeroOptimizer
+from zero.settings.config import OffloadConfig, ZeroConfig
 
 OPTIMIZER, PARAMETERS, BOTH = ("optimizer",), ("parameters",), ("optimizer", "parameters")
 

@@ -13,9 +13,9 @@ from tests.models import SEQ, VOCAB, batch, build, loss_of
 from tests.ranks import run_ranks
 from tests.twins import params_of
 from zero.checkpoint.rank_state import RankState
-from zero.config import OffloadConfig, ZeroConfig
 from zero.data_parallel import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
+from zero.settings.config import OffloadConfig, ZeroConfig
 from zero.sharded_init import ShardedInit
 
 NUM_STEPS = 3  # the planner records two, and places anew in the third

@@ -14,7 +14,7 @@ from tests.distributed.zero.optimizers.test_muon import BETAS, DECAY, LR, TOLERA
 from tests.pairwise import covering, noting
 from tests.ranks import run_cases
 from tests.twins import all_params
-from zero.config import NO_OFFLOAD, OffloadConfig
+from zero.settings.config import NO_OFFLOAD, OffloadConfig
 from zero.updates.adamw_bf16 import AdamWBf16
 from zero.updates.muon import Muon
 

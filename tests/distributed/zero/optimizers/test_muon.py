@@ -21,10 +21,10 @@ from tests.ranks import run_cases, run_ranks
 from tests.twins import Groups
 from zero.activations.checkpointed_blocks import ActivationsConfig, checkpointed_blocks
 from zero.checkpoint import resident
-from zero.config import NO_OFFLOAD, OffloadConfig, ZeroConfig
 from zero.core.partition.layout import ALIGNMENT
 from zero.data_parallel import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
+from zero.settings.config import NO_OFFLOAD, OffloadConfig, ZeroConfig
 from zero.updates.muon import POLAR_EXPRESS, SAFETY, Muon
 
 CONFIG = ModelConfig(num_layers=2, hidden_size=32, num_heads=4, seq_length=8, vocab_size=97, dropout=0.0)

@@ -25,7 +25,7 @@ from zero.checkpoint import resident
 from zero.checkpoint.checkpoint import SCHEMA, load, save
 from zero.checkpoint.layout_file import read_layout
 from zero.checkpoint.saved_state import SavedState
-from zero.config import OffloadConfig
+from zero.settings.config import OffloadConfig
 from zero.updates.soap import SHIFT, Soap
 
 NUM_STEPS, BETA, EPS, REFRESH_EVERY = 3, 0.9, 1e-4, 2

@@ -15,11 +15,11 @@ from parallel.memory_kinds import TensorKind
 from parallel.mesh import Axis, Mesh, Work
 from tests.pairwise import noting
 from zero.checkpoint.resident import buffer_bytes
-from zero.config import ZeroConfig
 from zero.core.protocols.home import Home, Homes
 from zero.core.protocols.transport import Transport, TransportOf
 from zero.data_parallel import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
+from zero.settings.config import ZeroConfig
 
 WIDTH, NUM_BLOCKS, NUM_STEPS, CLIP_NORM = 24, 3, 2, 0.5
 SETTINGS = {"lr": 1e-2, "weight_decay": 0.1}

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from parallel.mesh import Mesh
 from parallel.store import report_reason, shared_store, with_reason
 from tests.ranks import run_cases, run_ranks
-from zero.config import ZeroConfig
 from zero.data_parallel import ZeroDataParallel
 from zero.extensions import agreement
 from zero.extensions.agreement import DivergedRanks
 from zero.extensions.host_barrier import HostBarrier
 from zero.optimizer import ZeroOptimizer
+from zero.settings.config import ZeroConfig
 
 T = TypeVar("T")
 STAGE_3 = ZeroConfig(stage=3, bucket_numel=500, prefetch_numel=600)

@@ -13,8 +13,8 @@ from parallel.mesh import Mesh
 from tests.models import batch, build, loss_of
 from tests.ranks import run_cases, run_ranks
 from tests.twins import Twins, next_token_loss
-from zero.config import ZeroConfig
 from zero.data_parallel import ZeroDataParallel
+from zero.settings.config import ZeroConfig
 
 NUM_BLOCKS, BLOCK_NUMEL = 5, 288  # with padding
 STAGE_3 = ZeroConfig(stage=3, bucket_numel=500, prefetch_numel=BLOCK_NUMEL)

@@ -25,7 +25,7 @@ from gpt.shape.config import ModelConfig
 from parallel.mesh import Mesh
 from zero.checkpoint.layout_file import LAYOUT
 from zero.checkpoint.sealed_file import CHECKSUM, NO_CHECKSUM, checksum_digits, checksum_offset, verify, write_json
-from zero.config import ZeroConfig
+from zero.settings.config import ZeroConfig
 
 MODEL = ModelConfig(1, 8, 2, 4, vocab_size=20, vocab_multiple=4, dropout=0.0)
 DATA = {"train.seed": 1234, "data.split": [0.9, 0.05, 0.05]}

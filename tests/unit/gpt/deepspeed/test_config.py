@@ -24,7 +24,7 @@ from gpt.settings.tree import dotted
 from parallel.validation.errors import ConfigError
 from tests.source_files import ROOT
 from zero.activations.checkpointed_blocks import ActivationsConfig
-from zero.config import OffloadConfig, ZeroConfig
+from zero.settings.config import OffloadConfig, ZeroConfig
 
 MODEL = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "seq_length": 16, "vocab_size": 300}
 BASE = ["--data.path=nowhere", *(f"--model.{name}={value}" for name, value in MODEL.items())]

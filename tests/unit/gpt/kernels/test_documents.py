@@ -18,9 +18,9 @@ from parallel.mesh import Mesh
 from tests.distributed.zero.compiled.backend import Backend
 from tests.unit.gpt.model.models import ONE_DEVICE, small_config
 from zero.activations.checkpointed_blocks import ActivationsConfig
-from zero.config import ZeroConfig
 from zero.data_parallel import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
+from zero.settings.config import ZeroConfig
 
 STARTS = torch.tensor([0, 1, 6, 16, 31, 32], dtype=torch.int32)  # the second sequence of 16 begins with the fourth
 POSITIONS = torch.cat([torch.arange(n) for n in STARTS.diff()]).unflatten(0, (2, 16))

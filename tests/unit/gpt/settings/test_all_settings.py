@@ -16,7 +16,7 @@ from parallel.validation.errors import ConfigError
 from parallel.validation.fields import LARGEST_INT, alternatives, describe
 from tests.source_files import ROOT
 from tests.unit.gpt.settings.test_settings import BASE
-from zero.config import ZeroConfig
+from zero.settings.config import ZeroConfig
 
 VALUES = {
     "null": None,

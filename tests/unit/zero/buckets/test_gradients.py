@@ -10,8 +10,8 @@ from torch import nn
 
 from parallel.mesh import Axis, Mesh
 from parallel.world import imitated_world
-from zero.config import NO_OFFLOAD, OffloadConfig, ZeroConfig
 from zero.data_parallel import ZeroDataParallel
+from zero.settings.config import NO_OFFLOAD, OffloadConfig, ZeroConfig
 
 
 def warnings_of(

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from parallel.mesh import Axis
-from zero.config import ZeroConfig
 from zero.data_parallel import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
+from zero.settings.config import ZeroConfig
 
 
 def wrapped(stage: int = 2) -> ZeroDataParallel:

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero.config import OffloadConfig
 from zero.core.partition.layout import ALIGNMENT
 from zero.homes.budget.chunks import MEBI, Cycle, search_chunk_size
+from zero.settings.config import OffloadConfig
 
 
 @pytest.mark.parametrize(

@@ -13,16 +13,17 @@ from parallel.memory_kinds import PeakMeter
 from parallel.mesh import Axis
 from parallel.validation.errors import ConfigError, MemoryLimitError
 from tests.twins import assert_same_bits, params_of
-from zero.config import NO_OFFLOAD, OffloadConfig, ZeroConfig
 from zero.core.buckets.bucket import Bucket
 from zero.core.protocols.extension import Extension
 from zero.core.protocols.home import Home, Homes
 from zero.core.protocols.orders import ExecutionOrder
 from zero.core.units.unit import Unit
-from zero.data_parallel import ZeroDataParallel, homes_of
+from zero.data_parallel import ZeroDataParallel
 from zero.homes.budget.planner import PlacementPlanner, UnitOrders, choose_units, place_optimizer_states
 from zero.homes.budget.recorder import UPDATE, Moment
 from zero.optimizer import ZeroOptimizer
+from zero.settings.chosen import homes_of
+from zero.settings.config import NO_OFFLOAD, OffloadConfig, ZeroConfig
 
 CPU = torch.device("cpu")
 NUMELS = [80, 144, 80]  # of the layers' units, with padding

@@ -8,9 +8,9 @@ from torch import nn
 
 from parallel.mesh import Axis
 from parallel.validation.errors import ConfigError
-from zero.config import ZeroConfig
 from zero.data_parallel import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
+from zero.settings.config import ZeroConfig
 from zero.updates.adamw8bit import BLOCK, AdamW8bit, bounds_of, dequantized, quantized, table_of
 from zero.updates.adamw_bf16 import AdamWBf16, rounded
 

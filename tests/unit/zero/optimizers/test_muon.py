@@ -14,9 +14,9 @@ from parallel.mesh import Axis
 from parallel.validation.errors import ConfigError
 from tests.distributed.zero.test_zero_optimizer import NoWaiting
 from zero.checkpoint.resident import buffer_bytes
-from zero.config import ZeroConfig
 from zero.data_parallel import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
+from zero.settings.config import ZeroConfig
 from zero.updates.adamw8bit import AdamW8bit
 from zero.updates.adamw_bf16 import AdamWBf16
 from zero.updates.cautious_adamw import CautiousAdamW

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from parallel.validation.errors import ConfigError
-from zero.config import ZeroConfig
 from zero.core.partition.stage import Lifetime
+from zero.settings.config import ZeroConfig
 
 
 def test_an_alignment_that_is_no_multiple_is_refused():

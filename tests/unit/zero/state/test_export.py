@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from parallel.mesh import Axis
 from parallel.validation.errors import ConfigError
 from zero.checkpoint.export import export, full_state_dict, write_folder
-from zero.config import ZeroConfig
 from zero.data_parallel import ZeroDataParallel
+from zero.settings.config import ZeroConfig
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from parallel.mesh import Axis
-from zero.config import ZeroConfig
 from zero.data_parallel import ZeroDataParallel
+from zero.settings.config import ZeroConfig
 
 WIDTH = 4
 ONE_AT_A_TIME = ZeroConfig(3, 500, overlap=False, prefetch_numel=0)

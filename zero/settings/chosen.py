@@ -1,4 +1,4 @@
-"""The transports that settings stand for."""
+"""The transports and homes that settings stand for; a room of these is imported when a setting asks for it."""
 
 from collections.abc import Callable
 from functools import cache, partial
@@ -9,9 +9,10 @@ from torch import nn
 
 from parallel.mesh import Axis
 from parallel.validation.errors import ConfigError
-from zero.config import ZeroConfig
 from zero.core.partition.stage import Division, Lifetime, ShardingPolicy
+from zero.core.protocols.home import Home, Homes
 from zero.core.protocols.transport import AllReduce, Direct, Transport, TransportOf
+from zero.settings.config import OffloadConfig, ZeroConfig
 
 if TYPE_CHECKING:
     from zero.transports.block_sums import Blocks
@@ -31,7 +32,7 @@ def transports_of(
         one = chosen if isinstance(chosen, Transport) else chosen(name, param)
         if given is not None and isinstance(one, Transport):
             _check(one, name, config)
-        return wrap(param, one) if isinstance(one, Transport) else one
+        return wrap(param, one) if isinstance(one, Transport) else one  # which the engine refuses
 
     return of
 
@@ -66,6 +67,17 @@ def lossy_gathers(
     codec = weight_codec(module, device)
     coded = cache(partial(Coded, codec=codec))
     return lambda param, transport: coded(transport) if param in codec else transport
+
+
+def homes_of(config: OffloadConfig, accelerator: torch.device) -> Homes:
+    """Return where states begin; with auto, the planner moves some later."""
+    here = Home(accelerator)
+    if not (offloaded := config.offloaded_states):
+        return Homes(here, here, here)
+    from zero.homes.on_host import OnHost
+
+    host = OnHost(accelerator)
+    return Homes(here, host if "parameters" in offloaded else here, host if "optimizer" in offloaded else here)
 
 
 def levels_of(policy: ShardingPolicy, data: Axis) -> tuple[Axis, Axis]:

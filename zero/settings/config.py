@@ -1,4 +1,4 @@
-"""The settings of ZeRO and of offloading, which `zero/data_parallel.py` turns into what the core is given."""
+"""The settings of ZeRO and of offloading; `zero/settings/chosen.py` has what they stand for."""
 
 import math
 from dataclasses import dataclass, replace
