@@ -11,6 +11,7 @@ from parallel.mesh import Axis
 from parallel.tensor.split_parameters import split_dims
 from parallel.torch_ranks import AxisLike, as_axis
 from parallel.validation.errors import ConfigError, check_type
+from zero.core.checks import check_module
 from zero.core.engine import Engine, InitialValues
 from zero.core.partition.stage import Lifetime
 from zero.core.protocols.extension import Extension
@@ -63,6 +64,7 @@ class ZeroDataParallel(Engine):
     ):
         data, config = as_axis(data), ZeroConfig() if config is None else config
         check_arguments(config, offload, param_dtype, homes, device, is_built=init is None)
+        check_module(module, data)  # before anything is chosen for it
         self.offload = offload
         chosen = homes or homes_of(offload, device or next(module.parameters()).device)
         super().__init__(

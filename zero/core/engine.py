@@ -23,7 +23,7 @@ from zero.core.buckets.bucket import Bucket, slices_of
 from zero.core.buckets.flat import FlatContext, FlatParameters, is_absent
 from zero.core.buckets.gradients import GradientReducer
 from zero.core.buckets.guarded_parameter import ParameterGuard, changes
-from zero.core.checks import check_module, refuse_replacing
+from zero.core.checks import refuse_replacing
 from zero.core.memory.streams import SideStream
 from zero.core.partition.config import PartitionConfig
 from zero.core.partition.layout import Slice
@@ -57,7 +57,8 @@ class Engine(nn.Module):
     forward if `cast_forward_inputs`, are cast to it; buffers are not, and master weights begin with the values before
     the cast.
 
-    `ZeroDataParallel` derives from it and chooses these by settings.
+    `ZeroDataParallel` derives from it and chooses these by settings, after `check_module`: what it chooses depends on
+    the module.
     """
 
     def __init__(
@@ -75,7 +76,6 @@ class Engine(nn.Module):
         extensions: Sequence[Extension] = (),
     ):
         super().__init__()
-        check_module(module, data)
         self.module, self.config, self.data, self.homes = module, config, data, homes
         self._input_dtype = param_dtype if cast_forward_inputs else None
         own = assign_parameters(module, self._unit_names())
