@@ -230,7 +230,7 @@ def optimizer_states(state: TrainState) -> NamedTensors:
     for flat in state.model.flats:
         for bucket in trainable.intersection(flat.buckets):
             for piece in state.optimizer.pieces_of(bucket):
-                for kind, value in state.optimizer.inner.state.get(piece.param, {}).items():
+                for kind, value in state.optimizer.states_of(piece).items():
                     if isinstance(value, Tensor):
                         yield f"{kind} of {piece.name}", value
 

@@ -145,8 +145,10 @@ def flight_record() -> bytes | None:
 def step_hooks_run_once(optimizer: Optimizer) -> Iterator[None]:
     """Run an optimizer's step hooks around this context, and at no step inside it, nor those of all optimizers.
 
-    Torch runs them at each call of `step`, and has no public way to call it without them.
+    Torch runs them at each call of `step`, and has no public way to call it without them. A schedule of learning rates
+    of this optimizer finds that it has stepped, also if `step` is not called inside.
     """
+    optimizer._opt_called = True  # type: ignore[attr-defined]
     before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     for hook in list(before.values()):
         hook(optimizer, (), {})

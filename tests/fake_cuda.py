@@ -39,7 +39,7 @@ REPLACED: dict[str, dict[str, Any]] = {
     "torch.cuda.max_memory_allocated": {"return_value": PEAK_BYTES},  # there is no allocator
     "torch.cuda.reset_peak_memory_stats": {},
     "torch.cuda.get_rng_state": {"side_effect": _random_state},
-    "zero.core.optimizer.probe_atoms": {"side_effect": _bytes_of_adam},  # updates parameters, and compares values
+    "zero.core.optimizer.probe": {"side_effect": _bytes_of_adam},  # updates parameters, and compares values
 }
 
 

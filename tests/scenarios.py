@@ -100,33 +100,40 @@ class PlainModel(nn.Module):
 
 
 class PlainOptimizer(torch.optim.Optimizer):
-    """A torch optimizer with the interface of ZeroOptimizer.
+    """Torch optimizers with the interface of ZeroOptimizer.
 
     A parameter without a gradient has a gradient of zero, unless `skip_unused`.
     """
 
-    def __init__(self, inner: torch.optim.Optimizer, clip_norm: float, *, skip_unused: bool = False):
-        super().__init__(inner.param_groups, inner.defaults)
-        self.inner, self.clip_norm, self.skip_unused = inner, clip_norm, skip_unused
+    def __init__(self, inners: Sequence[torch.optim.Optimizer], clip_norm: float, *, skip_unused: bool = False):
+        super().__init__([group for inner in inners for group in inner.param_groups], inners[0].defaults)
+        self.inners, self.clip_norm, self.skip_unused = inners, clip_norm, skip_unused
+
+    @property
+    def inner(self) -> torch.optim.Optimizer:
+        (inner,) = self.inners
+        return inner
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        for group in self.inner.param_groups:
+        for group in self.param_groups:
             yield from (("", param.grad) for param in group["params"])
 
     def step(  # type: ignore[override]
         self, closure: Callable[[], Tensor] | None = None, *, gradient_hook: Callable[[], object] = lambda: None
     ) -> Tensor:
         loss = closure() if closure else None
-        params = [param for group in self.inner.param_groups for param in group["params"] if param.requires_grad]
+        params = [param for group in self.param_groups for param in group["params"] if param.requires_grad]
         for param in () if self.skip_unused else params:
             param.grad = torch.zeros_like(param) if param.grad is None else param.grad
         gradient_hook()
         norm = torch.nn.utils.clip_grad_norm_(params, self.clip_norm)
-        self.inner.step()
+        for inner in self.inners:
+            inner.step()
         return norm if loss is None else loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        self.inner.zero_grad(set_to_none)
+        for inner in self.inners:
+            inner.zero_grad(set_to_none)
 
 
 Model = ZeroDataParallel | PlainModel
@@ -175,13 +182,25 @@ class Run:
         """Return an optimizer, by default one whose updates are proportional to the gradients."""
         settings = settings or ({"lr": 0.1, "momentum": 0.9} if kind is torch.optim.SGD else {"lr": 0.01})
         if isinstance(model, PlainModel):
-            optimizer = PlainOptimizer(
-                kind(groups or model.parameters(), **settings), clip_norm, skip_unused=skip_unused
-            )
+            return self.of_list(model, [kind(groups or model.parameters(), **settings)], clip_norm, skip_unused)
+        self.optimizers.append(
+            ZeroOptimizer(model, kind, groups, clip_norm=clip_norm, skip_unused=skip_unused, **settings)
+        )
+        return self.optimizers[-1]
+
+    def of_list(
+        self,
+        model: Model,
+        optimizers: Sequence[torch.optim.Optimizer],
+        clip_norm: float = math.inf,
+        skip_unused: bool = False,
+    ) -> Optimizer:
+        """Return an optimizer that steps all of `optimizers`."""
+        if isinstance(model, PlainModel):
+            self.optimizers.append(PlainOptimizer(optimizers, clip_norm, skip_unused=skip_unused))
         else:
-            optimizer = ZeroOptimizer(model, kind, groups, clip_norm=clip_norm, skip_unused=skip_unused, **settings)
-        self.optimizers.append(optimizer)
-        return optimizer
+            self.optimizers.append(ZeroOptimizer(model, optimizers, clip_norm=clip_norm, skip_unused=skip_unused))
+        return self.optimizers[-1]
 
     def batch(self, step: int, *shape: int) -> Tensor:
         """Return the batch of a step: all of its rows in one process, else those of this rank."""

@@ -86,7 +86,7 @@ class ZeroDataParallel(Engine):
         Raises ConfigError if the model is split along a tensor axis, and no optimizer has said which.
         """
         split = split_dims(self.module)
-        tensor = next((optimizer.tensor for optimizer in self.reducer.users.params_of), None)
+        tensor = self.optimizer.tensor if self.optimizer else None
         if split and tensor is None:
             raise ConfigError("a model that is split along a tensor axis needs its optimizer, which knows that axis")
         from zero.checkpoint.state_dicts.chunked_tensor import ParameterChunks

@@ -52,7 +52,7 @@ def moment_bytes(optimizer: OptimizerSettings, model: ModelConfig, tensor_size: 
     packed = [_matrices_in(model, name, shape) for name, shape, _ in hidden]
     match optimizer.name:
         case "adamw8bit":  # two bytes, and two scales for a block
-            bytes_each = 2 + OF_ADAM / zero.AdamW8bit.own_atom.numel
+            bytes_each = 2 + OF_ADAM / zero.AdamW8bit.granularity
             updated, state_bytes = matrices, bytes_each * sum(numel for _, _, numel in matrices)
         case "adamw_bf16":
             updated, state_bytes = matrices, OF_ADAM / 2 * sum(numel for _, _, numel in matrices)

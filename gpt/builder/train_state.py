@@ -46,7 +46,9 @@ from zero.transports.block_sums import Blocks
 
 logger = logging.getLogger(__name__)
 
-ChosenOptimizer = tuple[type[torch.optim.Optimizer], dict[str, Any], str]  # class, options, name for the log
+Selects = Callable[[str, nn.Parameter], bool]  # whether a parameter with this name is selected
+# Class, options and name for the log.
+ChosenOptimizer = tuple[Callable[..., torch.optim.Optimizer], dict[str, Any], str]
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class TrainState:
 
     def set_learning_rate(self, lr: float) -> None:
         """Set the learning rate of the next step, of which some parameters have a multiple."""
-        for group in self.optimizer.inner.param_groups:
+        for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)
 
     @property
@@ -287,40 +289,47 @@ def build_optimizer(
 ) -> ZeroOptimizer:
     """Return the optimizer over the shards of the model."""
     assert isinstance(model.module, GPT)
-    optimizer, options, name = choose_optimizer(settings, model.homes)
+    chosen, options, name = choose_optimizer(settings, model.homes)
+    updates = OPTIMIZERS[settings.name]
+    own = parameter_groups(model.module, settings, updates)
+    rest = parameter_groups(model.module, settings, lambda name, param: not updates(name, param))
+    optimizers = [chosen(own, lr=settings.lr, **options)] if own else []
+    if rest:
+        optimizers.append(zero.CautiousAdamW(rest, lr=settings.lr, **_adam_options(settings)))
     logger.info("optimizer: %s", name)
     return ZeroOptimizer(
         model,
-        optimizer,
-        parameter_groups(model.module, settings),
+        optimizers,
         tensor=tensor,
         clip_norm=settings.clip_norm,
         loss_scale=loss_scale,
         max_skipped_in_a_row=None,  # guard.max_skipped_steps is the limit, and the metrics report skipped steps
         warn_skipped=False,
-        lr=settings.lr,
-        **options,
     )
 
 
-def parameter_groups(module: GPT, settings: OptimizerSettings) -> list[dict[str, Any]]:
-    """Return parameter groups, with weight decay for parameters of two or more dimensions only.
+def _is_matrix(_name: str, param: nn.Parameter) -> bool:
+    return param.dim() > 1
 
-    Parameters that the optimizer leaves to AdamW are in groups with update="adamw", those whose learning rate is not
-    that of the schedule in groups with its factor, lr_scale, and those whose heads are matrices in groups with
-    per_repetition=True.
+
+def _is_any(_name: str, _param: nn.Parameter) -> bool:
+    return True
+
+
+def parameter_groups(module: GPT, settings: OptimizerSettings, selects: Selects = _is_any) -> list[dict[str, Any]]:
+    """Return groups of selected parameters, with weight decay for parameters of two or more dimensions only.
+
+    Those whose learning rate is not that of the schedule are in groups with its factor, lr_scale, and those whose heads
+    are matrices in groups with per_repetition=True.
     """
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
-    updates = OPTIMIZERS[settings.name]
     for name, param in module.named_parameters():
-        if param.requires_grad:
+        if param.requires_grad and selects(name, param):
             factor = hidden_factor(name, param, module.config)
             scale = factor * (settings.embedding_lr_factor if name == "token_embedding.weight" else 1.0)
             # AdamW multiplies the decay by the learning rate: with muP, it stays that of the base width.
             of_group: dict[str, Any] = {"weight_decay": settings.weight_decay / factor if param.dim() > 1 else 0.0}
-            if not updates(name, param):
-                of_group["update"] = "adamw"
-            elif settings.name == "muon" and settings.muon.per_head and ".qkv." in name:
+            if settings.name == "muon" and settings.muon.per_head and ".qkv." in name and _is_matrix(name, param):
                 of_group["per_repetition"] = True
             if scale != 1:
                 of_group |= {"lr": settings.lr * scale, "lr_scale": scale}
@@ -329,24 +338,21 @@ def parameter_groups(module: GPT, settings: OptimizerSettings) -> list[dict[str,
     return list(groups.values())
 
 
-def _is_matrix(_name: str, param: nn.Parameter) -> bool:
-    return param.dim() > 1
-
-
-OPTIMIZERS: dict[str, Callable[[str, nn.Parameter], bool]] = {
-    "adamw": lambda _name, _param: True,
+OPTIMIZERS: dict[str, Selects] = {
+    "adamw": _is_any,
     "adamw8bit": _is_matrix,
     "adamw_bf16": _is_matrix,
     "muon": is_hidden_matrix,
     "soap": is_hidden_matrix,
-    "sgd": lambda _name, _param: True,
+    "sgd": _is_any,
 }
 """By the name in the settings, which parameters are updated by it, and not by AdamW."""
 
 
 def choose_optimizer(settings: OptimizerSettings, homes: Homes) -> ChosenOptimizer:
     """Return (class, options, name for the log) of the optimizer of the settings."""
-    adam: dict[str, Any] = {"betas": settings.betas, "eps": settings.eps, "cautious_decay": settings.cautious_decay}
+    adam = _adam_options(settings)
+    cautious = {"cautious_decay": settings.cautious_decay}
     with_momentum = {"momentum": settings.momentum, "nesterov": settings.nesterov}
     match settings.name:
         case "adamw" if settings.cautious_decay:
@@ -362,13 +368,17 @@ def choose_optimizer(settings: OptimizerSettings, homes: Homes) -> ChosenOptimiz
             muon = asdict(settings.muon)
             muon.pop("per_head")  # a setting of groups
             muon["adjust_lr_fn"] = muon.pop("adjust_lr")
-            return zero.Muon, adam | with_momentum | muon, "Muon, and fused AdamW"
+            return zero.Muon, cautious | with_momentum | muon, "Muon, and fused AdamW"
         case "soap":
             return zero.Soap, adam | asdict(settings.soap), "SOAP, and fused AdamW"
         case "sgd":
             return torch.optim.SGD, with_momentum | {"fused": True}, "torch.optim.SGD(fused=True)"
         case unknown:
             assert_never(unknown)
+
+
+def _adam_options(settings: OptimizerSettings) -> dict[str, Any]:
+    return {"betas": settings.betas, "eps": settings.eps, "cautious_decay": settings.cautious_decay}
 
 
 def choose_adam(implementation: str, homes: Homes) -> ChosenOptimizer:

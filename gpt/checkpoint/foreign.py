@@ -62,8 +62,8 @@ def load_foreign(folder: Path, writer: str, state: TrainState, samples_before: C
         "sample %d, %s",
         *(folder, writer, num_samples, origin),
     )
-    if type(state.optimizer.inner).__name__ == COUNTS_PER_GROUP:
-        for group in state.optimizer.inner.param_groups:
+    for update in state.optimizer.updates:
+        for group in update.groups.values() if type(update.optimizer).__name__ == COUNTS_PER_GROUP else ():
             group["step"] = step
     return Progress(step, num_samples)
 

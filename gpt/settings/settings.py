@@ -124,7 +124,7 @@ class Settings:
         """Return these settings with shards that do not cut the blocks of the optimizer."""
         if self.optimizer.name != "adamw8bit":
             return self
-        block_numel = zero.AdamW8bit.own_atom.numel
+        block_numel = zero.AdamW8bit.granularity
         return replace(self, zero=replace(self.zero, alignment=math.lcm(self.zero.alignment, block_numel)))
 
     def with_gradient_types(self, data_size: int) -> "Settings":

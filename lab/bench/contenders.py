@@ -24,6 +24,7 @@ from zero.core.units.unit import find_units
 from zero.data_parallel import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
 from zero.settings.config import NO_OFFLOAD, OffloadConfig, ZeroConfig
+from zero.updates.cautious_adamw import CautiousAdamW
 from zero.updates.muon import Muon
 
 LR, CLIP_NORM = 3e-4, 1.0
@@ -86,10 +87,8 @@ def muon(model: nn.Module, terms: Terms, *, stage: int, optimizer_type: type[Muo
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for param_name, param in model.named_parameters():
         groups[param_name.startswith(blocks) and param.dim() == 2].append(param)
-    param_groups = [{"params": groups[True]}, {"params": groups[False], "update": "adamw"}]
-    optimizer = ZeroOptimizer(
-        engine, optimizer_type, param_groups, tensor=terms.mesh.tensor, clip_norm=CLIP_NORM, lr=LR
-    )
+    optimizers = [optimizer_type(groups[True], lr=LR), CautiousAdamW(groups[False], lr=LR)]
+    optimizer = ZeroOptimizer(engine, optimizers, tensor=terms.mesh.tensor, clip_norm=CLIP_NORM)
     return Contender(engine, optimizer.step, has_adamw=False)
 
 

@@ -22,7 +22,7 @@ from lab.measure.cluster import ClusterSpec
 from lab.measure.kernel_costs import kernel_seconds
 from parallel.memory_kinds import TensorKind
 from parallel.validation.errors import ConfigError
-from zero.updates.matrix_updates import MatrixUpdates
+from zero.updates.matrix_update import MatrixUpdate
 
 
 def run_and_report(settings: Settings, console: RunConsole) -> None:
@@ -103,8 +103,9 @@ def make_report(recording: Recording, settings: Settings, timeline: Timeline | N
         "counted_flops": sum(kernel.flops for kernel in recording.kernels),
         "collectives": profile(recording.events, len(recording.kernels)),
     }
-    if isinstance(matrices := state.optimizer.matrices, MatrixUpdates):
-        report["matrices"] = work_on_matrices(matrices)
+    for update in state.optimizer.updates:
+        if isinstance(update, MatrixUpdate):
+            report["matrices"] = work_on_matrices(update)
     if timeline is not None:
         cluster = timeline.cluster
         report["cluster"] = asdict(cluster)
@@ -167,11 +168,11 @@ def headline(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def work_on_matrices(matrices: MatrixUpdates) -> dict[str, Any]:
+def work_on_matrices(update: MatrixUpdate) -> dict[str, Any]:
     """Return how the updates of matrices are divided over the ranks that share the optimizer's states."""
-    flops, sent = matrices.assignment.all_flops, matrices.sent_numels()
+    flops, sent = update.assignment.all_flops, update.sent_numels()
     return {
-        "number": len(matrices.matrices),
+        "number": len(update.matrices),
         "idle_ranks": flops.count(0),
         # Of a rank, in means over the ranks.
         "most_work": max(flops) * len(flops) / sum(flops),

@@ -42,7 +42,7 @@ def moments(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> Named:
     for flat in model.flats:
         for bucket in flat.buckets:
             for piece in optimizer.pieces_of(bucket):
-                yield piece.name, optimizer.inner.state[piece.param]["exp_avg_sq"].view(-1)
+                yield piece.name, optimizer.states_of(piece)["exp_avg_sq"].view(-1)
 
 
 TARGETS: dict[str, Callable[[ZeroDataParallel, ZeroOptimizer], Named]] = {

@@ -53,9 +53,9 @@ FLOORS = {
                             "zero/core/units",
     "zero/updates":         "parallel parallel/tensor zero/core/partition zero/core/protocols zero/core/buckets "
                             "zero/core/step",
-    "zero/checkpoint/state_dicts": "parallel zero/core/partition zero/core/buckets zero/core/step",
+    "zero/checkpoint/state_dicts": "parallel zero/core zero/core/*",
     "zero":                 "parallel parallel/tensor zero/core zero/core/* zero/settings zero/extensions "
-                            "zero/transports zero/homes zero/homes/budget zero/checkpoint/state_dicts",
+                            "zero/transports zero/homes zero/homes/budget zero/updates zero/checkpoint/state_dicts",
     "zero/checkpoint":      "parallel parallel/tensor zero zero/core zero/core/* zero/settings zero/formulas "
                             "zero/updates",
     "zero/checkpoint/folders": "parallel zero zero/core zero/core/* zero/checkpoint",

@@ -10,38 +10,75 @@ from torch import Tensor
 
 from parallel.validation.errors import ConfigError
 from zero.checkpoint.saved_state import SavedState
+from zero.core.step.update import Update
 from zero.optimizer import ZeroOptimizer
 
 COUNTS_PER_GROUP = "FusedAdam"  # the name of apex's class
+SEPARATOR = "+"  # of names of classes in a checkpoint
 MOMENTS = {"exp_avg", "exp_avg_sq"}
 # Of each parameter, by the class of the optimizer.
 STATES = {"AdamW": MOMENTS | {"step"}, "CautiousAdamW": MOMENTS | {"step"}, COUNTS_PER_GROUP: MOMENTS}
 
 
+def class_names(optimizer: ZeroOptimizer) -> str:
+    """Return the names of the classes of the torch optimizers in the order of the list, such as Muon+AdamW."""
+    return SEPARATOR.join(type(update.optimizer).__name__ for update in optimizer.updates)
+
+
 def are_alike(saved: str, present: str) -> bool:
-    """Return whether one optimizer class can continue from the state of the other."""
-    return saved == present or {saved, present} <= STATES.keys()
+    """Return whether the optimizers of one `class_names` can continue from the states of those of the other."""
+    there, here = saved.split(SEPARATOR), present.split(SEPARATOR)
+    if _is_in_groups(there, here):
+        return all(name == saved or name in STATES for name in here)
+    pairs = list(zip(there, here, strict=False))
+    return len(there) == len(here) and all(a == b or {a, b} <= STATES.keys() for a, b in pairs)
 
 
 def load_counters(
-    optimizer: ZeroOptimizer, saved: SavedState, saved_class: str, counters: list[dict[str, Any]]
+    optimizer: ZeroOptimizer, saved: SavedState, saved_classes: str, counters: list[dict[str, Any]]
 ) -> None:
     """Load the counters of parameter groups, or make them of those of parameters. The states have been loaded before.
 
-    `counters` are those of the saved groups. Raises ConfigError if these or the states are not those of `saved_class`.
+    `counters` are those of the saved groups. Raises ConfigError if these or the states are not those of the saved
+    `class_names`.
     """
-    inner = optimizer.inner
-    pieces = [piece for bucket in optimizer.buckets for piece in optimizer.pieces_of(bucket)]
-    if problem := _problem(inner, [piece.param for piece in pieces], saved_class, counters):
+    if len(counters) != (present := len(optimizer.param_groups)):
+        raise ConfigError(
+            f"{saved.folder} is damaged: it has the counters of {len(counters)} groups of parameters, not of {present}"
+        )
+    there = saved_classes.split(SEPARATOR)
+    if _is_in_groups(there, [type(update.optimizer).__name__ for update in optimizer.updates]):
+        # The groups may have another order now; those that were not AdamW's have counted the same rounds.
+        for update in optimizer.updates:
+            names = getattr(update.optimizer, "own_counters", ())
+            own = {name: of_group[name] for of_group in counters for name in names if name in of_group}
+            saved_class = "AdamW" if type(update.optimizer).__name__ in STATES else there[0]
+            _load_counters(update, optimizer, saved, saved_class, [own] * present)
+        return
+    for update, saved_class in zip(optimizer.updates, there, strict=True):
+        _load_counters(update, optimizer, saved, saved_class, counters)
+
+
+def _is_in_groups(there: list[str], here: list[str]) -> bool:
+    """Return whether one class has saved, of which some groups were AdamW's that now has an optimizer of its own."""
+    return len(there) == 1 < len(here) and there[0] in here and there[0] not in STATES
+
+
+def _load_counters(
+    update: Update, optimizer: ZeroOptimizer, saved: SavedState, saved_class: str, counters: list[dict[str, Any]]
+) -> None:
+    inner = update.optimizer
+    pieces = [piece for bucket in optimizer.buckets for piece in update.pieces_in(optimizer.pieces_of(bucket))]
+    of_groups = {number: counters[number] for number in update.groups}
+    if problem := _problem(inner, [piece.param for piece in pieces], saved_class, list(of_groups.values())):
         raise ConfigError(f"{saved.folder} is damaged: {problem}")
     if (saved_class == COUNTS_PER_GROUP) == (type(inner).__name__ == COUNTS_PER_GROUP):
-        for group, of_group in zip(inner.param_groups, counters, strict=True):
-            group.update(of_group)
+        for number, group in update.groups.items():
+            group.update(of_groups[number])
     elif saved_class == COUNTS_PER_GROUP:
         for piece in pieces:
-            device = piece.param.device if inner.defaults.get("fused") else torch.device("cpu")
-            step = float(counters[piece.group]["step"])
-            inner.state[piece.param]["step"] = torch.tensor(step, device=device)
+            device = piece.param.device if update.counts_on_device else torch.device("cpu")
+            inner.state[piece.param]["step"] = torch.tensor(float(of_groups[piece.group]["step"]), device=device)
     else:
         # All parameters have taken the same steps. The number is read from the files, because this rank may own no part
         # of some group, and writes its counter.
@@ -49,7 +86,7 @@ def load_counters(
             inner.state[piece.param].pop("step", None)
         steps = (saved.scalar(name, "step") for name in saved.parameters if "step" in saved.state_kinds(name))
         if (found := next(steps, None)) is not None:
-            for group in inner.param_groups:
+            for group in update.groups.values():
                 group["step"] = int(found)
 
 
@@ -60,8 +97,6 @@ def _problem(
 
     Before the first update there are neither.
     """
-    if len(counters) != len(inner.param_groups):
-        return f"it has the counters of {len(counters)} groups of parameters, not of {len(inner.param_groups)}"
     if any(key in inner.defaults or key == "params" for of_group in counters for key in of_group):
         return "a counter has the name of a setting of the optimizer"
     states = [(param, inner.state.get(param, {})) for param in params]

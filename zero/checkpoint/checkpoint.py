@@ -21,7 +21,7 @@ from zero.checkpoint.rank_state import RankState
 from zero.checkpoint.schema import Schema
 from zero.checkpoint.sealed_file import flush_folder
 from zero.checkpoint.writer import CheckpointWriter, Publication, SaveError
-from zero.core.step.bucketed_optimizer import IMPLEMENTATION, load_settings
+from zero.core.step.parameter_groups import IMPLEMENTATION, load_settings
 from zero.data_parallel import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
 
@@ -95,7 +95,7 @@ def load(folder: str | Path, model: ZeroDataParallel, optimizer: ZeroOptimizer |
     layout = read_layout(checkpoint, SCHEMA)
     state = RankState(model, optimizer)
     state.check_fits(checkpoint, layout, "build the model that was saved")
-    groups = optimizer.inner.param_groups if optimizer else []
+    groups = optimizer.param_groups if optimizer else []
     if optimizer and len(groups) != len(layout["settings"]):
         raise ConfigError(
             f"checkpoint {checkpoint} has {len(layout['settings'])} groups of parameters, the optimizer has "
@@ -103,7 +103,8 @@ def load(folder: str | Path, model: ZeroDataParallel, optimizer: ZeroOptimizer |
         )
     state.load(checkpoint, layout, f"save {layout['save']}")
     for group, settings in zip(groups, layout["settings"], strict=bool(optimizer)):
-        load_settings(group, settings["numbers"] | settings["tuples"])
+        saved = settings["numbers"] | settings["tuples"]
+        load_settings(group, {name: value for name, value in saved.items() if name in group})
     return layout["extra"]
 
 
@@ -159,8 +160,9 @@ def _settings(optimizer: ZeroOptimizer | None) -> list[dict[str, Any]]:
     if optimizer is None:
         return []
     found = []
-    for group in optimizer.inner.param_groups:
-        names = [name for name in optimizer.inner.defaults if name in group and name not in IMPLEMENTATION]
+    for number, group in enumerate(optimizer.param_groups):
+        defaults = optimizer.update_of(number).optimizer.defaults
+        names = [name for name in defaults if name in group and name not in IMPLEMENTATION]
         values = {name: _plain(group[name]) for name in names}
         found.append(
             {

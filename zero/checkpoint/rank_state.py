@@ -20,7 +20,7 @@ from torch import Tensor
 from parallel.mesh import Axis, Mesh
 from parallel.tensor.split_parameters import split_dims
 from parallel.validation.errors import ConfigError, check_type
-from zero.checkpoint.adam import are_alike, load_counters
+from zero.checkpoint.adam import are_alike, class_names, load_counters
 from zero.checkpoint.layout_file import FORMAT, describe_layout, verify_file
 from zero.checkpoint.saved_state import MASTER, SavedState, TensorRank, elements_per_value, saved_parameters
 from zero.core.step.pieces import Piece
@@ -80,10 +80,12 @@ class RankState:
             return state
         for bucket in self.optimizer.buckets:
             for piece in self.optimizer.pieces_of(bucket):
-                for kind, value in self.optimizer.inner.state.get(piece.param, {}).items():
+                for kind, value in self.optimizer.states_of(piece).items():
                     if isinstance(value, Tensor):
                         state[f"{numbers[bucket]}.{kind}.{bucket.ranges.own.start + piece.elements.start}"] = value
-        return state | self.optimizer.matrices.states()
+        for update in self.optimizer.updates:
+            state |= update.states()
+        return state
 
     def common(self) -> dict[str, Tensor]:
         """Return what is not sharded: the module's buffers, the loss scale and the number of skipped steps."""
@@ -104,8 +106,8 @@ class RankState:
         return {
             "format": FORMAT,
             **content,
-            "optimizer": type(self.optimizer.inner).__name__ if self.optimizer else NO_OPTIMIZER,
-            "optimizer_counters": _counters(self.optimizer.inner) if self.optimizer else [],
+            "optimizer": class_names(self.optimizer) if self.optimizer else NO_OPTIMIZER,
+            "optimizer_counters": _counters(self.optimizer) if self.optimizer else [],
             "state": {
                 "data_size": self.mesh.data.size,
                 "tensor_size": self.mesh.tensor.size,
@@ -170,7 +172,8 @@ class RankState:
                         out = bucket.owned_part(bucket.master, own.elements)
                         saved.read(own.span.name, MASTER, own.in_param, out=out, tensor=tensor)
         if optimizer is not None:
-            saved.load_by_name(optimizer.matrices.states(), self.model.shard_axis.rank, self.mesh.tensor.rank)
+            for update in optimizer.updates:
+                saved.load_by_name(update.states(), self.model.shard_axis.rank, self.mesh.tensor.rank)
 
     def number_of_own(self, saved: SavedState) -> int:
         """Return the number of the file with what is not sharded: that of the saved rank at the same coordinates.
@@ -210,12 +213,13 @@ def check_same(mesh: Mesh, number: int, checkpoint: Path) -> None:
             )
 
 
-def _counters(inner: torch.optim.Optimizer) -> list[dict[str, Any]]:
+def _counters(optimizer: ZeroOptimizer) -> list[dict[str, Any]]:
     """Return, for each group, its numbers that are not settings, such as the step counter of apex's Adam."""
-    return [
-        {k: v for k, v in group.items() if k not in inner.defaults and isinstance(v, (int, float))}
-        for group in inner.param_groups
-    ]
+    found = []
+    for number, group in enumerate(optimizer.param_groups):
+        settings = optimizer.update_of(number).optimizer.defaults
+        found.append({k: v for k, v in group.items() if k not in settings and isinstance(v, (int, float))})
+    return found
 
 
 def _load_state_of(piece: Piece, optimizer: ZeroOptimizer, saved: SavedState, tensor: TensorRank) -> None:
@@ -223,14 +227,14 @@ def _load_state_of(piece: Piece, optimizer: ZeroOptimizer, saved: SavedState, te
 
     Any other state, such as 8-bit moments, keeps the dtype in which it was saved.
     """
-    state, name = optimizer.inner.state[piece.param], piece.name
+    state, name, update = optimizer.states_of(piece), piece.name, optimizer.update_of(piece.group)
     state.clear()  # the checkpoint may be older than the parameter's first update
     of_elements: dict[str, Tensor] = {}  # values of blocks that are not those of this run
     for kind in saved.state_kinds(name):
         scalar, dtype, numel = saved.scalar(name, kind), saved.dtype(name, kind), elements_per_value(kind)
         if scalar is not None:
             # A fused optimizer of torch expects step counters on the device, any other one on the host.
-            state[kind] = scalar.to(piece.param.device if optimizer.inner.defaults.get("fused") else "cpu")
+            state[kind] = scalar.to(piece.param.device if update.counts_on_device else "cpu")
         elif numel == 1:
             dtype = piece.param.dtype if dtype == saved.dtype(name) else dtype
             state[kind] = torch.empty_like(piece.param, dtype=dtype)
@@ -244,5 +248,5 @@ def _load_state_of(piece: Piece, optimizer: ZeroOptimizer, saved: SavedState, te
     if of_elements:
         from zero.updates.adamw8bit import AdamW8bit
 
-        assert isinstance(optimizer.inner, AdamW8bit)
-        optimizer.inner.requantize(piece.param, of_elements)
+        assert isinstance(update.optimizer, AdamW8bit)
+        update.optimizer.requantize(piece.param, of_elements)

@@ -27,7 +27,9 @@ def resident_states(
         for kind, tensor, _ in _allocated(bucket, optimizer, placement):
             found[kind].append(tensor)
     if placement is Placement.ACCELERATOR:
-        found["moments"] += [state for state in optimizer.matrices.present_states() if state.dim() > 0]
+        found["moments"] += [
+            state for update in optimizer.updates for state in update.present_states() if state.dim() > 0
+        ]
     return ModelStates(**{field.name: _num_bytes(found[field.name]) for field in fields(ModelStates)})
 
 
@@ -72,7 +74,7 @@ def _allocated(
             found.append(("master", bucket.master, bucket.ranges.own, at_home))
         for piece in optimizer.pieces_of(bucket):
             own = range(start + piece.elements.start, start + piece.elements.stop)
-            for value in optimizer.inner.state.get(piece.param, {}).values():
+            for value in optimizer.states_of(piece).values():
                 if isinstance(value, Tensor) and value.dim() > 0:
                     found.append(("moments", value, own, at_home))
     for kind, tensor, elements, of_tensor in found:

@@ -7,6 +7,7 @@ transient parameters     are unsharded a unit at a time: see zero/core/units/sch
 
 import math
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -19,6 +20,7 @@ from parallel.autograd_internals import restore_parameter_tables
 from parallel.mesh import Axis
 from parallel.tensor.gradient_sums import set_deferred
 from parallel.tensor_tree import cast_floating_point
+from parallel.validation.errors import ConfigError
 from zero.core.buckets.bucket import Bucket, slices_of
 from zero.core.buckets.flat import FlatContext, FlatParameters, is_absent
 from zero.core.buckets.gradients import GradientReducer
@@ -46,6 +48,15 @@ class InitialValues(Protocol):
 
     def pop_full(self, param: nn.Parameter) -> Tensor:
         """Return the values of a parameter, and keep no reference to them."""
+
+
+class EngineOptimizer(Protocol):
+    """The part of the optimizer of an engine that the engine needs."""
+
+    tensor: Axis
+
+    def take_changes(self) -> None:
+        """Let master weights follow parameters that were written in place."""
 
 
 class Engine(nn.Module):
@@ -105,6 +116,24 @@ class Engine(nn.Module):
         refuse = Hook(refuse_replacing)
         self._hooks.handles += [part.register_load_state_dict_pre_hook(refuse) for part in module.modules()]
         self._hooks.handles += self._passes.watch_gradients()
+        self._optimizer_ref: Callable[[], EngineOptimizer | None] = lambda: None
+
+    @property
+    def optimizer(self) -> EngineOptimizer | None:
+        """The optimizer that uses the gradients; None before there is one, and after it has been deleted."""
+        return self._optimizer_ref()
+
+    def attach(self, optimizer: EngineOptimizer) -> None:
+        """Let gradients be those of an optimizer."""
+        self._optimizer_ref = weakref.ref(optimizer)
+
+    def check_unattached(self) -> None:
+        """Raise ConfigError if the model has an optimizer."""
+        if self.optimizer is not None:
+            raise ConfigError(
+                "this model has a ZeroOptimizer already; give all optimizers to one, as in ZeroOptimizer(model, "
+                "[torch.optim.SGD(rest, lr=0.1), torch.optim.AdamW(head, lr=0.01)]), or delete the other one first"
+            )
 
     @property
     def transports(self) -> Sequence[Transport]:
@@ -262,8 +291,8 @@ class Engine(nn.Module):
     def take_changes(self) -> None:
         """Let master weights follow parameters that were written in place, and the host read and write its memory."""
         self.wait_for_updates()
-        for optimizer in self.reducer.users.params_of:
-            optimizer.take_changes()
+        if self.optimizer is not None:
+            self.optimizer.take_changes()
         self.homes.settle()
 
     def named_modules(self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True) -> Any:
@@ -332,7 +361,8 @@ class Engine(nn.Module):
         be freed when Python's collector of cycles runs.
         """
         parts = vars(self)
-        if sys.is_finalizing() or "_hooks" not in parts:  # its construction has raised
+        # At the end of the process the module `sys` may be None by now; without hooks, the construction has raised.
+        if not sys or sys.is_finalizing() or "_hooks" not in parts:
             return
         if "module" in parts["_modules"]:  # not unwrapped: then it may be inside another engine by now
             self._hooks.remove()

@@ -7,13 +7,12 @@ do not depend on the sharding.
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from zero.core.step.atoms import Atom
 from zero.updates.compressed_adamw import MOMENTS, CompressedAdamW
 
 BLOCK = 256
@@ -23,11 +22,9 @@ SIGNED = dict(zip(MOMENTS, (True, False), strict=True))  # name of a moment: has
 
 
 class AdamW8bit(CompressedAdamW):
-    """AdamW whose moments have 8 bits, and torch's AdamW for groups with update="adamw"."""
+    """AdamW whose moments have 8 bits."""
 
-    method = "adamw8bit"
-    own_defaults: ClassVar = {}
-    own_atom = Atom(numel=BLOCK)
+    granularity = BLOCK
 
     def new_moments(self, param: nn.Parameter) -> dict[str, Tensor]:
         """Return the numbers and the scales of moments of zeros."""

@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from zero.core.step.atoms import ELEMENT
 from zero.core.step.pieces import WholePlace
 from zero.updates.compressed_adamw import MOMENTS, CompressedAdamW
 
@@ -21,10 +20,8 @@ GOLDEN = 0x9E3779B9 - 2**32  # it spreads the numbers of elements over the words
 class AdamWBf16(CompressedAdamW):
     """AdamW with moments in bf16 and stochastic rounding, whose bits depend on `seed`."""
 
-    method = "adamw_bf16"
-    own_defaults: ClassVar = {"seed": 0}
+    own_defaults: ClassVar = CompressedAdamW.own_defaults | {"seed": 0}
     common: ClassVar = frozenset({"seed"})
-    own_atom = ELEMENT
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, whose parameters have the next numbers; the constructor calls this for the first groups."""

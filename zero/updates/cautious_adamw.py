@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW
 
+from zero.updates.skippable import kept
+
 ADAM_DEFAULTS: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
 
 
@@ -28,18 +30,13 @@ class CautiousAdamW(AdamW):
         """Return `value`, or `otherwise` if the step is to be skipped; a number if no flag has been set."""
         if (found_inf := getattr(self, "found_inf", None)) is None:
             return value
-        return found_inf.new_full((), otherwise, dtype=dtype).masked_fill_(found_inf == 0, value)
+        return kept(found_inf, value, dtype, otherwise)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """Update all parameters, for the gradients that a closure computes if there is one; return its result."""
         with torch.enable_grad():
             loss = closure() if closure else None
-        self.update_groups()
-        return loss
-
-    def update_groups(self) -> None:
-        """Update all parameters whose gradients are known."""
         cautious = [group for group in self.param_groups if group["cautious_decay"] and group["weight_decay"]]
         decays = [group["weight_decay"] for group in cautious]
         for group in cautious:
@@ -54,6 +51,7 @@ class CautiousAdamW(AdamW):
         finally:
             for group, decay in zip(cautious, decays, strict=True):
                 group["weight_decay"] = decay
+        return loss
 
 
 def decay_cautiously(param: Tensor, update: Tensor, factor: Tensor | float) -> None:

@@ -5,22 +5,24 @@ Moments are stored after they have been used, so that an update has the exact mo
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from zero.updates.cautious_adamw import decay_cautiously
 from zero.updates.compiled import compiled_on_gpus, runs_compiled
-from zero.updates.grouped_adamw import GroupedAdamW
+from zero.updates.skippable import SkippableOptimizer
 
 # Elements that are updated at a time, unless one kernel updates all: on a CPU, its cache has the temporaries.
 CHUNK, CHUNK_OF_CPU = 2**22, 2**18
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class CompressedAdamW(GroupedAdamW):
-    """The base class: a class derived from it stores moments, and torch's AdamW updates groups with update="adamw"."""
+class CompressedAdamW(SkippableOptimizer):
+    """The base class: a class derived from it stores moments."""
+
+    own_defaults: ClassVar[dict[str, Any]] = {"betas": (0.9, 0.95), "eps": 1e-8}
 
     @abstractmethod
     def new_moments(self, param: nn.Parameter) -> dict[str, Tensor]:

@@ -23,8 +23,8 @@ from torch import Tensor
 from parallel.autograd_internals import foreach_copy_
 from parallel.mesh import Axis, Work
 from zero.core.partition.layout import Layout, cut, shifted
-from zero.core.step.assembled_updates import Axes
 from zero.core.step.pieces import Piece
+from zero.core.step.update import Axes
 from zero.updates.matrices import Assignment, Matrix, Runs, numbers_by_param, owned_by_all
 
 MOST_BATCH_BYTES = 2**28

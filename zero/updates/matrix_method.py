@@ -1,10 +1,10 @@
-"""AdamW whose groups of matrices are updated by another method.
+"""Methods of updating matrices.
 
     direction     the states of owned elements, and their values that are sent                element by element
     transform     the updates of equal matrices, from the directions of all of their elements  whole matrices
     add           the weight decay and the update of owned elements                           element by element
 
-`update_matrix` puts these steps together in one process, and zero/updates/matrix_updates.py over ranks.
+`update_matrix` puts these steps together in one process, and zero/updates/matrix_update.py over ranks.
 """
 
 from abc import abstractmethod
@@ -15,19 +15,18 @@ import torch
 from torch import Tensor, nn
 
 from zero.core.partition.config import DTYPES
-from zero.core.step.atoms import MATRIX
 from zero.updates.cautious_adamw import decay_cautiously
 from zero.updates.compiled import compiled_on_gpus
-from zero.updates.grouped_adamw import GroupedAdamW
+from zero.updates.skippable import SkippableOptimizer
 
 View = Callable[[Tensor], Tensor]
 WIDE_DTYPES = {"fp32": DTYPES["fp32"], "fp64": torch.float64}
 
 
-class MatrixMethod(GroupedAdamW):
-    """A method for groups of matrices, each of which one rank computes, and AdamW for the others.
+class MatrixMethod(SkippableOptimizer):
+    """A method of updating matrices, each of which one rank computes.
 
-    A class for an optimizer, such as `Soap`, derives from `MatrixOptimizer` and defines `method`, `own_defaults` with
+    A class for an optimizer, such as `Soap`, derives from `MatrixOptimizer` and defines `own_defaults` with
     "lr_factor", `message_dtype`, `direction`, `transform` and `flops`; `prepare` if owned elements have states, and
     `matrix_state` if whole matrices have some. In a step that is skipped no state changes, and updates are zeros.
 
@@ -35,8 +34,6 @@ class MatrixMethod(GroupedAdamW):
     setting `joins_parts` may be given False: each rank's part then is a matrix of its own, which sends nothing along
     this axis and gives other updates.
     """
-
-    own_atom = MATRIX
 
     def __init__(self, params: Any, **settings: Any):
         super().__init__(params, **settings)
@@ -97,7 +94,7 @@ class MatrixMethod(GroupedAdamW):
     def update_param(self, param: nn.Parameter, grad: Tensor, group: dict[str, Any]) -> None:
         """Update a whole parameter, which is one matrix."""
         if param.dim() != 2:
-            raise ValueError(f"update={self.method!r} is for matrices, not for shape {tuple(param.shape)}")
+            raise ValueError(f"{type(self).__name__} is for matrices, not for shape {tuple(param.shape)}")
         self.update_matrix([param], [grad], group, (param.shape[0], param.shape[1]))
 
     @torch.no_grad()

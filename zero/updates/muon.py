@@ -51,9 +51,9 @@ ITERATION_DTYPES = {"bf16": DTYPES["bf16"]} | WIDE_DTYPES
 
 
 class Muon(MatrixOptimizer):
-    """Muon for groups of matrices, with the arithmetic of `torch.optim.Muon`, and AdamW for groups with update="adamw".
+    """Muon for parameters that are matrices, with the arithmetic of `torch.optim.Muon`.
 
-    The names of Muon's settings are torch's. `lr_factor` multiplies the learning rate of matrices, `ns_eps` is torch's
+    The names of its settings are torch's. `lr_factor` multiplies the learning rate of matrices, `ns_eps` is torch's
     eps, and `ns_dtype` the type of the iteration, and of the messages: bf16, fp32 or fp64. `iteration`: newton_schulz
     has `ns_coefficients` in all steps, polar_express those of Polar Express, other ones in each. `iterates_on`: matrix
     makes a Gram matrix in each step, gram fewer where this takes fewer FLOPs (see `runs_of`). The default
@@ -62,7 +62,6 @@ class Muon(MatrixOptimizer):
     `per_repetition`: each repetition of packed rows, such as a head, has matrices of its own.
     """
 
-    method = "muon"
     own_defaults: ClassVar = {
         "momentum": 0.95,
         "nesterov": True,

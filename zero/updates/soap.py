@@ -13,7 +13,7 @@ SHIFT = 1e-3  # of the mean eigenvalue, added to all: so a singular precondition
 
 
 class Soap(MatrixOptimizer):
-    """SOAP for groups of matrices, and AdamW for groups with update="adamw".
+    """SOAP for parameters that are matrices.
 
     Its states belong to whole matrices: both moments, a preconditioner of each side, and its eigenbasis. Their
     memory, 2 (m n + m m + n n) numbers for a matrix of m x n, is on the rank that computes the matrix. Every
@@ -23,8 +23,9 @@ class Soap(MatrixOptimizer):
     `dtype` (fp32 or fp64) the type of the states, the computation and the messages.
     """
 
-    method = "soap"
     own_defaults: ClassVar = {
+        "betas": (0.9, 0.95),
+        "eps": 1e-8,
         "shampoo_beta": 0.95,
         "refresh_every": 10,
         "dtype": "fp32",
@@ -32,6 +33,7 @@ class Soap(MatrixOptimizer):
         "joins_parts": True,
     }
     own_choices: ClassVar = {"dtype": WIDE_DTYPES}
+    own_counters = ("num_rounds",)
     common: ClassVar = frozenset({"dtype", "joins_parts"})
 
     @property

@@ -90,7 +90,7 @@ def injected(fault: Fault, state: TrainState, call: int) -> Iterator[None]:
             yield
     elif fault.kind in AT_REST:
         bucket = chance.choice([bucket for bucket in state.optimizer.buckets if state.optimizer.pieces_of(bucket)])
-        states = state.optimizer.inner.state[state.optimizer.pieces_of(bucket)[0].param]
+        states = state.optimizer.states_of(state.optimizer.pieces_of(bucket)[0])
         moments = states.get("exp_avg", bucket.master)  # Muon's are of whole matrices
         with flipped({"master": bucket.master, "shard": bucket.params.own, "moment": moments}[fault.kind], chance):
             yield

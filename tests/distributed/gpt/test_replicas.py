@@ -18,8 +18,8 @@ def flip(state: TrainState, what: str) -> None:
     elif what == "master":
         tensor = flats[-1].buckets[0].master[:1]
     elif what == "moment":
-        inner = state.optimizer.inner.state
-        tensor = inner[state.optimizer.pieces_of(state.optimizer.buckets[0])[0].param]["exp_avg_sq"][:1]
+        piece = state.optimizer.pieces_of(state.optimizer.buckets[0])[0]
+        tensor = state.optimizer.states_of(piece)["exp_avg_sq"][:1]
     else:
         tensor = owned_norm(state)[:1]
     bits = tensor.view(torch.int64)

@@ -82,7 +82,7 @@ def pieces_of(state: TrainState) -> dict[tuple[str, str, int], Tensor]:
     found = {}
     for bucket in state.optimizer.buckets:
         for piece in state.optimizer.pieces_of(bucket):
-            states = {"master": piece.param.detach(), **state.optimizer.inner.state.get(piece.param, {})}
+            states = {"master": piece.param.detach(), **state.optimizer.states_of(piece)}
             for kind, value in states.items():
                 if isinstance(value, Tensor) and value.dim() > 0:
                     found[piece.name, kind, piece.in_param.start] = value.clone()

@@ -66,7 +66,7 @@ def train(stage: int, offload: str, store: str, precision: str, tensor_size: int
 def assert_placed(optimizer: ZeroOptimizer, cuda: torch.device) -> None:
     for bucket in optimizer.buckets:
         expected = torch.device("cpu") if bucket.home.is_apart else cuda
-        states = [optimizer.inner.state[piece.param] for piece in optimizer.pieces_of(bucket)]
+        states = [optimizer.states_of(piece) for piece in optimizer.pieces_of(bucket)]
         moments = [state[name] for state in states for name in ("exp_avg", "exp_avg_sq")]
         assert {tensor.device for tensor in (bucket.master, bucket.grads.own, *moments)} == {expected}
         on_host = bucket.params.home.is_apart

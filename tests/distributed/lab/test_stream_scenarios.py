@@ -19,7 +19,7 @@ from tests.distributed.parallel import test_context_parallel as context
 from tests.distributed.parallel import test_tensor_layers as layers
 from tests.distributed.zero import test_distributed_state as distributed_state
 from tests.distributed.zero import test_gathered as gathered
-from tests.distributed.zero import test_several_optimizers as several
+from tests.distributed.zero import test_optimizer_lists as lists
 from tests.distributed.zero import test_sharded_init as sharded_init
 from tests.distributed.zero import test_zero_equals_one_process as plain
 from tests.distributed.zero.optimizers import test_muon as muon
@@ -100,12 +100,11 @@ SCENARIOS: dict[str, tuple[Any, ...]] = {  # (number of ranks, function, argumen
         configs(1, 3, bucket_numel=[4000], overlap_gather=[True]),
     ),
     "sharded initialization": (2, sharded_init.check_values, sharded_init.copied, ZeroConfig(3), 0, None),
-    # Replicas set a mean aside, which the next one is added to; owners of parts add to their sum.
-    "several optimizers": (
+    "a list of optimizers": (
         2,
         run_case,
-        several.__name__,
-        "several-optimizers",
+        lists.__name__,
+        "lists-of-optimizers",
         "optimizers_of_disjoint_parameters",
         [0, 1, 3],
         True,

@@ -122,7 +122,7 @@ def test_a_run_is_logged_with_its_speed_between_evaluations_samples_and_saves(
         has_norms, is_full = step["step"] in (3, 6), "memory/parameters_bytes" in step and "loss_scale" not in step
         assert is_full
         assert any(name.startswith("grad_norm/") for name in step) == has_norms
-    groups = trainer.state.optimizer.inner.param_groups
+    groups = trainer.state.optimizer.param_groups
     assert {steps[-1]["lr"]} == {group["lr"] for group in groups} < {step["lr"] for step in steps}
     assert [call for call in sink.calls if isinstance(call, int)] == [1, 2, 3, 4, 5, 6]
     assert sink.calls[-1] == ("finish", steps[-1], 0)

@@ -5,7 +5,6 @@ Only the first piece of a parameter has its counters there; after a load, the ot
 
 import logging
 from collections.abc import Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,57 +13,56 @@ from torch.optim import Optimizer
 
 from parallel.validation.errors import ConfigError
 from zero.checkpoint.state_dicts.chunked_tensor import ChunkedTensor, ParameterChunks
-from zero.core.step.bucketed_optimizer import load_settings, settings_of
-from zero.core.step.pieces import OwnedPieces, Piece
+from zero.core.optimizer import ShardedOptimizer
+from zero.core.step.parameter_groups import load_settings, settings_of
+from zero.core.step.pieces import Piece
 
 logger = logging.getLogger(__name__)
 
 REMEDY = "use `save` and `load` of zero"
 
 
-def state_dict(inner: Optimizer, pieces: OwnedPieces, chunks: ParameterChunks) -> dict[str, Any]:
+def state_dict(optimizer: ShardedOptimizer, chunks: ParameterChunks) -> dict[str, Any]:
     """Return views of the states, by the numbers that torch gives to parameters; missing ones are made, of zeros.
 
     With most optimizers the first step from zeros is that without states; of others a warning says so. Raises
     ConfigError if a state is neither a number nor one value for each element.
     """
+    groups, pieces = optimizer.param_groups, optimizer.pieces
     numbers: dict[nn.Parameter, int] = {}
-    for param in (param for group in inner.param_groups for param in group["params"]):
+    for param in (param for group in groups for param in group["params"]):
         numbers[param] = len(numbers)
     master = next(iter(pieces.owned)).master
-    blank = [_state_of_small_parameter(inner, group, master) for group in inner.param_groups]
-    is_new = any(not inner.state[piece.param] for owned in pieces.by_param.values() for piece in owned)
-    if is_new and not all(map(partial(_begins_with_zeros, inner, master), inner.param_groups, blank)):
+    inners = [optimizer.update_of(number).optimizer for number in range(len(groups))]
+    blank = [_state_of_small_parameter(inner, group, master) for inner, group in zip(inners, groups, strict=True)]
+    new = {piece.group for owned in pieces.by_param.values() for piece in owned if not optimizer.states_of(piece)}
+    begins_elsewhere = (n for n in new if not _begins_with_zeros(inners[n], master, groups[n], blank[n]))
+    for name in sorted({type(inners[number]).__name__ for number in begins_elsewhere}):
         logger.warning(
-            "the states of %s, which do not exist before its first step, do not begin with zeros, as this state dict "
-            "does: load saved ones before the next step, or take a state dict after it",
-            type(inner).__name__,
+            "the states of %s, which do not exist before its first step, do not begin with zeros, as this state "
+            "dict does: load saved ones before the next step, or take a state dict after it",
+            name,
         )
-    state = {
-        numbers[param]: _state(
-            inner, owned, pieces.group_of[param], blank[pieces.group_of[param]], chunks.names[param], chunks
-        )
-        for param, owned in pieces.by_param.items()
-    }
-    groups = [
-        settings_of(group) | {"params": [numbers[param] for param in group["params"]]} for group in inner.param_groups
-    ]
-    return {"state": state, "param_groups": groups}
+    state = {}
+    for param, owned in pieces.by_param.items():
+        state[numbers[param]] = _state(optimizer, owned, blank[pieces.group_of[param]], chunks.names[param], chunks)
+    of_groups = [settings_of(group) | {"params": [numbers[param] for param in group["params"]]} for group in groups]
+    return {"state": state, "param_groups": of_groups}
 
 
 def _state(
-    inner: Optimizer, owned: list[Piece], group: int, blank: dict[str, Tensor], name: str, chunks: ParameterChunks
+    optimizer: ShardedOptimizer, owned: list[Piece], blank: dict[str, Tensor], name: str, chunks: ParameterChunks
 ) -> dict[str, Tensor]:
-    settings = inner.param_groups[group]
-    is_beside_param = settings.get("fused") or settings.get("capturable")  # a counter: offloaded parts differ
     for piece in owned:
-        state = inner.state[piece.param]
-        for kind, like in {} if state else blank.items():
+        settings = optimizer.param_groups[piece.group]
+        is_beside_param = optimizer.update_of(piece.group).counts_on_device or settings.get("capturable")
+        state = optimizer.states_of(piece)
+        for kind, like in {} if state else blank.items():  # counters: those of offloaded parts are elsewhere
             device = piece.param.device if like.dim() or is_beside_param else like.device
             state[kind] = torch.zeros_like(piece.param if like.dim() else like, dtype=like.dtype, device=device)
     found: dict[str, Tensor] = {}
     for kind, like in blank.items():
-        values = [(piece.in_param, inner.state[piece.param][kind]) for piece in owned]
+        values = [(piece.in_param, optimizer.states_of(piece)[kind]) for piece in owned]
         if like.dim():
             found[kind] = chunks.cut(name, values, like.dtype)
         else:
@@ -72,12 +70,12 @@ def _state(
     return found
 
 
-def load_state_dict(inner: Optimizer, pieces: OwnedPieces, chunks: ParameterChunks, given: Mapping[str, Any]) -> None:
+def load_state_dict(optimizer: ShardedOptimizer, chunks: ParameterChunks, given: Mapping[str, Any]) -> None:
     """Load the result of `state_dict`, or one with whole tensors, whose parameters are in the same groups and order.
 
     States that it lacks begin at zero, and settings of the groups change. Raises ConfigError if it does not fit.
     """
-    own = state_dict(inner, pieces, chunks)
+    own = state_dict(optimizer, chunks)
     here, there = ([len(group["params"]) for group in one["param_groups"]] for one in (own, given))
     if here != there:
         raise ConfigError(
@@ -86,12 +84,12 @@ def load_state_dict(inner: Optimizer, pieces: OwnedPieces, chunks: ParameterChun
     loads = list(_loads(own, given))  # all of them are checked before any is loaded
     for shard, parts in loads:
         shard.load(parts)
-    for group, theirs in zip(inner.param_groups, given["param_groups"], strict=True):
+    for group, theirs in zip(optimizer.param_groups, given["param_groups"], strict=True):
         load_settings(group, settings_of(theirs))
-    for first, *others in filter(None, pieces.by_param.values()):
-        for kind, value in inner.state[first.param].items():
+    for first, *others in filter(None, optimizer.pieces.by_param.values()):
+        for kind, value in optimizer.states_of(first).items():
             for piece in others if isinstance(value, Tensor) and not value.dim() else ():
-                inner.state[piece.param][kind].copy_(value)
+                optimizer.states_of(piece)[kind].copy_(value)
 
 
 def _loads(own: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[tuple[ChunkedTensor, list[Tensor]]]:

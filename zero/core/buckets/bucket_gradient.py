@@ -6,7 +6,6 @@ total        what the rank keeps of the result, a view of `staged` or memory of 
              zero/core/protocols/gradient_sum.py
 """
 
-from collections.abc import Set
 from enum import Enum
 
 from torch import Tensor, nn
@@ -116,19 +115,6 @@ class BucketGradient:
         """Discard the reduced gradients."""
         self.total.free()
         self.transport.reset()
-
-    def discard(self, params: Set[nn.Parameter]) -> None:
-        """Discard the gradients of some parameters, staged or reduced, and keep those of others.
-
-        The host waits for nothing: call `Home.settle` first.
-        """
-        discarded = self.parts.keys() & params
-        if self.staging is Staging.FILLING:
-            self._unwritten |= discarded
-        if len(discarded) == len(self.parts):
-            self.free()
-        else:
-            self.total.discard(self.parts[param] for param in discarded)
 
     def _begin_to_fill(self, pool: BufferPool) -> None:
         if self.staging is not Staging.FREE:

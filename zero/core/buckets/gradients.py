@@ -32,8 +32,6 @@ and neither does `overlap`, which only decides when a launched reduction is wait
 import warnings
 from collections.abc import Iterable, Sequence
 from enum import Enum
-from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
 
 from torch import Tensor, nn
 
@@ -54,45 +52,6 @@ class BackwardState(Enum):
     NONE = "no backward is running"
     ACCUMULATING = "gradients are added up in full; the last backward of the step reduces them"
     REDUCING = "each bucket is reduced as soon as it is complete and its turn has come"
-
-
-class GradientUsers:
-    """The optimizers of a model, each with parameters of its own, and those that have not used the last gradients.
-
-    An optimizer that is no longer referenced awaits nothing.
-    """
-
-    def __init__(self) -> None:
-        self.params_of: WeakKeyDictionary[Any, frozenset[nn.Parameter]] = WeakKeyDictionary()
-        self._awaiting: WeakSet[Any] = WeakSet()
-
-    @property
-    def all_await(self) -> bool:
-        """True if no optimizer has used the gradients of the last backward."""
-        return len(self._awaiting) == len(self.params_of)
-
-    def add(self, optimizer: Any, params: frozenset[nn.Parameter]) -> None:
-        """Let gradients wait for `optimizer`, which is the only one to use those of `params`.
-
-        Raises ValueError if a parameter is in another optimizer.
-        """
-        for other in self.params_of.values():
-            for param in other & params:
-                raise ValueError(
-                    f"a parameter of shape {tuple(param.shape)} is in two optimizers of this model; leave it in one of "
-                    "them, or delete the other optimizer first"
-                )
-        self.params_of[optimizer] = params
-        self._awaiting.add(optimizer)
-
-    def restart(self) -> None:
-        """Let the gradients of another backward wait for all optimizers."""
-        self._awaiting = WeakSet(self.params_of)
-
-    def release(self, optimizer: Any) -> bool:
-        """Note that an optimizer has used its gradients; return whether all others have, too."""
-        self._awaiting.discard(optimizer)
-        return not self._awaiting
 
 
 class GradientReducer:
@@ -118,8 +77,7 @@ class GradientReducer:
         self._marks_on_arrival = self._policy.full_params is Lifetime.PERSISTENT
         self._order = ReductionOrder(buckets)
         self.reductions = Reductions(buckets, transports, homes, overlaps=config.overlap)
-        self.users = GradientUsers()
-        self.used: set[nn.Parameter] = set()  # those with a gradient that an optimizer awaits
+        self.used: set[nn.Parameter] = set()  # those with a gradient that the optimizer awaits
         self._backward = BackwardState.NONE
         self._discards = False  # the gradients of the running backward
         self._last_backward_has_begun = False  # of this step
@@ -150,9 +108,9 @@ class GradientReducer:
             return
         if self._backward is BackwardState.REDUCING:
             raise ValueError("the backward before this one broke off; call `optimizer.zero_grad()` before the next one")
-        is_over = self._last_backward_has_begun  # the step, whose mean some optimizer still awaits
+        is_over = self._last_backward_has_begun  # the step, whose mean the optimizer still awaits
         reduced = [bucket for bucket in self._order.buckets if is_over and bucket.grads.total.begins_anew]
-        if any(bucket.grads.path.persists for bucket in reduced) and self.users.all_await:
+        if any(bucket.grads.path.persists for bucket in reduced):
             raise ValueError(
                 "a second backward after the gradients were reduced; run every backward of a step but the last "
                 "inside `with model.accumulate():`"
@@ -161,7 +119,6 @@ class GradientReducer:
         for bucket in reduced:  # gradients that an optimizer still awaits are added up
             bucket.grads.total.set_aside()
         self._order.restart()
-        self.users.restart()
         # Last of all: a backward that is refused must not leave anything to end.
         self._num_backwards = 1 if is_over else self._num_backwards + 1
         for bucket in self._order.buckets:
@@ -229,21 +186,6 @@ class GradientReducer:
             if self._policy.owned_grads is Lifetime.TRANSIENT:
                 self.reductions.free()
         self._backward = BackwardState.NONE
-
-    def release(self, optimizer: Any) -> bool:
-        """Discard the gradients that an optimizer has used; all of them if no other one awaits its own.
-
-        Return whether all were discarded.
-        """
-        if self.users.release(optimizer):
-            self.clear()
-            return True
-        self.end()
-        self.reductions.settle(self._order.buckets)
-        self.used -= self.users.params_of[optimizer]
-        for bucket in self._order.buckets:
-            bucket.grads.discard(self.users.params_of[optimizer])
-        return False
 
     def clear(self) -> None:
         """Discard all gradients, reduced or not: the next backward starts from nothing."""

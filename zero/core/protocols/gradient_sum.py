@@ -9,10 +9,9 @@ a step have `set_mean`, `on_accelerator` and `summed_here` as well (`Transport.a
 rounded to that of the sum; those of the message may be overwritten.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import product
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from torch import Tensor
 from parallel.mesh import Work
 from zero.core.memory.allocators import Allocate
 from zero.core.memory.staging import free_storage, restore_storage
-from zero.core.partition.layout import Ranges, cut, overlap
+from zero.core.partition.layout import Ranges
 from zero.core.partition.stage import GradientTypes, Lifetime, ShardingPolicy
 
 
@@ -112,24 +111,14 @@ class GradientSum:
 
         Call `Home.settle` first: the device of the home reads it.
         """
-        if self.owns_staged or not self._adds_means:  # the next gradients would overwrite it, or be divided
-            self._aside = self._new(self.own.numel()).copy_(self.own)
-            self.has_sum = False
+        self._aside = self._new(self.own.numel()).copy_(self.own)
+        self.has_sum = False
 
     def free(self) -> None:
         """Discard the sum; free its memory too, unless that is allocated for the whole run (M_D)."""
         self.has_sum, self._aside = False, None
         if self._is_freed:
             free_storage(self.rest)
-
-    def discard(self, parts: Iterable[range]) -> None:
-        """Set some elements of the bucket to zero."""
-        held = [(self.rest, self.ranges.rest)] if self.has_sum else []
-        if self._aside is not None:
-            held.append((self._aside, self.ranges.own))
-        for (tensor, own), part in product(held, parts):
-            if elements := overlap(part, own):
-                cut(tensor, elements, own.start).zero_()
 
     def _receive(self, values: Tensor, out: Tensor, scale: float, *, adds: bool, is_last: bool) -> None:
         if adds:

@@ -26,10 +26,10 @@ class BucketGroups:
         self,
         flats: Sequence[FlatParameters],
         buckets: Sequence[Bucket],
-        with_matrices: Container[Bucket],
+        assembled: Container[Bucket],
     ):
-        """`with_matrices`: the buckets whose update ends after the exchange of matrices; they are apart from others."""
-        self._flats, self.buckets, self._with_matrices = flats, buckets, with_matrices
+        """`assembled`: the buckets whose update ends after its messages; they are apart from others."""
+        self._flats, self.buckets, self._assembled = flats, buckets, assembled
         self._versions: dict[FlatParameters, list[object]] = {}  # when master weights and parameters were equal
         self._published: dict[Bucket, Work] = {}  # gathers of updated parameters that nobody has waited for
         self._limit = max(len(bucket.ranges.elements) for bucket in buckets) // GROUPED_SHARE
@@ -78,9 +78,9 @@ class BucketGroups:
                 dtype = largest[0].master.dtype
                 self.cast_buffers[home] = home.new(TensorKind.BUFFERS, _owned_numel(largest), dtype)
 
-    def of(self, home: Home, *, with_matrices: bool) -> Iterator[list[Bucket]]:
-        """Iterate over the groups of one home, in the order of the layout, with or without matrices."""
-        return (group for group in self._groups[home] if (group[0] in self._with_matrices) is with_matrices)
+    def of(self, home: Home, *, assembled: bool) -> Iterator[list[Bucket]]:
+        """Iterate over the groups of one home in the order of the layout, with assembled pieces or without."""
+        return (group for group in self._groups[home] if (group[0] in self._assembled) is assembled)
 
     def cast(self, grads: list[Tensor], home: Home) -> list[Tensor]:
         """Return copies of the gradients of a group, one after the other in the buffer."""
@@ -130,7 +130,7 @@ class BucketGroups:
         groups: list[list[Bucket]] = []
         last_kind = None
         for bucket in buckets:
-            kind = bucket.casts_gradient, bucket.master.dtype, bucket in self._with_matrices
+            kind = bucket.casts_gradient, bucket.master.dtype, bucket in self._assembled
             if kind == last_kind and _owned_numel([*groups[-1], bucket]) <= self._limit:
                 groups[-1].append(bucket)
             else:

@@ -40,7 +40,6 @@ class LossScale:
         # Consecutive steps without overflow, and with overflow, up to now.
         self._num_good = torch.zeros((), dtype=torch.int64, device=device)
         self._num_overflowed = torch.zeros((), dtype=torch.int64, device=device)
-        self._found_inf: Tensor | None = None
 
     def update(self, found_inf: Tensor) -> None:
         """Update a dynamic scale after a step.
@@ -57,16 +56,6 @@ class LossScale:
         must_double = self._num_good >= self._growth_interval
         self.scale.mul_(1.0 - 0.5 * must_halve.float() + must_double.float()).clamp_(self._minimum, LARGEST)
         self._num_good.mul_(~must_double)
-
-    def note(self, found_inf: Tensor) -> None:
-        """Note what one of several optimizers has found in the same gradients; the scale keeps its value."""
-        self._found_inf = found_inf if self._found_inf is None else torch.maximum(self._found_inf, found_inf)
-
-    def update_noted(self) -> None:
-        """Update after the last of several optimizers has stepped; do nothing if none has."""
-        if self._found_inf is not None:
-            self.update(self._found_inf)
-            self._found_inf = None
 
     def state(self) -> dict[str, Tensor]:
         """Return the tensors of the state by name, not copies: save them, or copy saved values into them."""

@@ -1,7 +1,7 @@
 """The pieces of parameters that this rank owns: the parameters of its torch optimizer."""
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,7 @@ from parallel.validation.errors import ConfigError
 from zero.core.buckets.bucket import Bucket
 from zero.core.buckets.flat import FlatParameters
 from zero.core.partition.layout import Slice, shifted
-
-Groups = list[dict[str, Any]]  # torch's parameter groups
+from zero.core.step.parameter_groups import Groups
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,19 +150,19 @@ class UnusedParameters:
     """A filter of what is updated: if it `skips`, without what no rank used, else all, with a warning once."""
 
     def __init__(self, pieces: OwnedPieces, module: nn.Module, *, skips: bool, assembles: bool):
-        """Raise ConfigError if it `skips`, and the optimizer `assembles` pieces to matrices."""
+        """Raise ConfigError if it `skips`, and an update `assembles` pieces."""
         if skips and assembles:
             raise ConfigError("skip_unused=True of ZeroOptimizer cannot leave out parts of matrices; choose False")
-        self._pieces, self._skips = pieces, skips
+        self._owned, self._skips = pieces, skips
         self._names = {param: name for name, param in module.named_parameters() if param in pieces.params}
-        self._warns, self._unused = not skips, frozenset[Piece]()
+        self._warns, self.pieces = not skips, frozenset[Piece]()  # those that are not updated
 
     def find(self, used: Set[nn.Parameter], axes: Sequence[Axis], device: torch.device) -> None:
         """Find what was not used, given the parameters of which this rank has got a gradient in this step.
 
         If it `skips`, all ranks along `axes` call it, and the host waits for the answers of the others.
         """
-        if self._warns and not used >= self._pieces.params:
+        if self._warns and not used >= self._owned.params:
             self._warns = False
             unused = [name for param, name in self._names.items() if param not in used]
             warnings.warn(
@@ -177,39 +176,13 @@ class UnusedParameters:
             for axis in axes:
                 axis.all_reduce(num_users, out=num_users).wait()
             unused_params = (param for param, num in zip(self._names, num_users.tolist(), strict=True) if not num)
-            self._unused = frozenset(piece for param in unused_params for piece in self._pieces.by_param[param])
-
-    def without(self, pieces: Sequence[Piece]) -> Sequence[Piece]:
-        """Return the pieces that are updated."""
-        return [piece for piece in pieces if piece not in self._unused] if self._unused else pieces
+            self.pieces = frozenset(piece for param in unused_params for piece in self._owned.by_param[param])
 
 
 def locate(inner: Any, places: Mapping[nn.Parameter, WholePlace]) -> None:
     """Give an optimizer the places of its pieces, if it asks for them by a method of this name."""
     if callable(method := getattr(inner, "locate", None)):
         method(places)
-
-
-def check_class(optimizer: object) -> None:
-    """Raise TypeError if `optimizer` is neither a class of torch optimizers nor a function that makes one."""
-    if not callable(optimizer) or (isinstance(optimizer, type) and not issubclass(optimizer, Optimizer)):
-        given = optimizer.__name__ if isinstance(optimizer, type) else f"an object of class {type(optimizer).__name__}"
-        raise TypeError(
-            f"ZeroOptimizer takes a class of optimizers, such as torch.optim.AdamW, and its settings, not {given}"
-        )
-
-
-def as_groups(params: Iterable[Any]) -> Groups:
-    """Return parameter groups with lists of parameters, from any form that torch's optimizers take.
-
-    Raises ValueError if there is no parameter, or if one is in two groups, and TypeError for what is not one.
-    """
-    # Copies: torch writes to the dicts that it gets.
-    given = params if isinstance(params, Tensor) else [dict(g) if isinstance(g, dict) else g for g in params]
-    groups = Optimizer(given, {}).param_groups
-    if not any(group["params"] for group in groups):
-        raise ValueError("`groups` has no parameters; leave it out to train all parameters of the model")
-    return [{key: value for key, value in group.items() if key != "param_names"} for group in groups]
 
 
 def _number_groups(groups: Groups, known: set[nn.Parameter]) -> dict[nn.Parameter, int]:

@@ -1,12 +1,12 @@
 """A check that an optimizer updates pieces of parameters as it updates whole ones, before it is used.
 
 Shards ignore parameter boundaries, so the update of an element must not depend on other elements, unless the optimizer
-declares another atom (`zero/core/step/atoms.py`). This is true of Adam and SGD. LAMB, Adafactor and torch's Muon
-compute with whole parameters: on shards they would silently train differently. One that begins to do so only after
+declares another granularity (`zero/core/step/update.py`). This is true of Adam and SGD. LAMB, Adafactor and torch's
+Muon compute with whole parameters: on shards they would silently train differently. One that begins to do so only after
 `NUM_PROBE_STEPS` steps is not noticed.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,28 +16,29 @@ from torch.optim import Optimizer
 from parallel.torch_internals import real_tensors
 from parallel.validation.errors import ConfigError, check_type
 from zero.core.partition.layout import cut
-from zero.core.step.atoms import atom_of
-from zero.core.step.bucketed_optimizer import BucketedOptimizer, settings_of
+from zero.core.step.element_wise import ElementWise
+from zero.core.step.parameter_groups import settings_of
 from zero.core.step.pieces import Piece, WholePlace, locate
+from zero.core.step.update import Update
 
 PROBED_ROWS, PROBED_COLUMNS, PROBED_CUT, NUM_PROBE_STEPS = 6, 8, 19, 32
 PROBED_RATE = 1e-2  # with a learning rate near zero, no two results would differ
 
 
 @real_tensors()
-def probe_atoms(
-    optimizer: type[Optimizer],
-    settings: dict[str, Any],
+def probe(
+    optimizer: Callable[..., Optimizer],
+    settings: Mapping[str, Any],
     device: torch.device,
     groups: Sequence[dict[str, Any]] = ({},),
     alignment: int = 0,
 ) -> list[float]:
     """Check that an optimizer gives the same result for a small parameter as a whole and for two flat pieces of it.
 
-    The pieces are stepped as the atom requires that the optimizer declares for each of `groups`, whose settings the
-    parameter has. Return, for each group, the bytes of state for each element of a parameter in fp32, without
-    the states of whole matrices. Raises ConfigError if the results differ, if the optimizer refuses flat pieces, or if
-    pieces that begin at multiples of `alignment` elements may cut its blocks.
+    The pieces are stepped by the update of the optimizer, with the settings of each of `groups`. Return, for each
+    group, the bytes of state for each element of a parameter in fp32, without the states of whole matrices. Raises
+    ConfigError if the results differ, if the optimizer refuses flat pieces, or if pieces that begin at multiples of
+    `alignment` elements may cut its blocks.
     """
     name = getattr(optimizer, "__name__", str(optimizer))
     found: dict[str, float] = {}
@@ -65,15 +66,16 @@ def _probe(name: str, make: Callable[[list[nn.Parameter]], Optimizer], device: t
     try:
         values, *grads = _random(block_numel).to(device)
         param, pieces = nn.Parameter(values.clone()), _halves(values.flatten(), block_numel)
-        whole, bucketed = make([param]), BucketedOptimizer(make([piece.param for piece in pieces]))
-        locate(bucketed.inner, {piece.param: WholePlace(0, piece.in_param.start) for piece in pieces})
-        for inner in (whole, bucketed.inner):
+        whole, in_pieces = make([param]), make([piece.param for piece in pieces])
+        locate(in_pieces, {piece.param: WholePlace(0, piece.in_param.start) for piece in pieces})
+        for inner in (whole, in_pieces):
             if callable(train := getattr(inner, "train", None)):
                 train()  # a schedule-free optimizer refuses to step in its other mode
+        update = update_class_of(in_pieces)(in_pieces, [0])
         for grad in grads:
             param.grad = grad.clone()
             whole.step()
-            _step_pieces(bucketed, pieces, grad)
+            update.step_alone(pieces, grad)
     except AssertionError as error:
         raise ConfigError(f"optimizer {name} does not work on {device.type}: {error}; change its settings") from error
     except (RuntimeError, TypeError, ValueError) as error:
@@ -98,10 +100,10 @@ def _probe(name: str, make: Callable[[list[nn.Parameter]], Optimizer], device: t
 
 
 def _block_numel(make: Callable[[list[nn.Parameter]], Optimizer]) -> int:
-    """Return the number of elements that the optimizer declares as the atom of the group."""
+    """Return the number of elements that the optimizer declares as its granularity."""
     empty = make([nn.Parameter(torch.zeros(PROBED_ROWS, PROBED_COLUMNS))])
     check_type("what it makes", empty, Optimizer, "give a class of optimizers, or a function that makes one")
-    return atom_of(empty, empty.param_groups[0]).numel
+    return getattr(empty, "granularity", 1)
 
 
 def _halves(values: Tensor, block_numel: int) -> list[Piece]:
@@ -111,19 +113,9 @@ def _halves(values: Tensor, block_numel: int) -> list[Piece]:
     return [Piece(nn.Parameter(cut(values, part).clone()), range(len(part)), 0, "", part) for part in parts]
 
 
-def _step_pieces(bucketed: BucketedOptimizer, pieces: Sequence[Piece], grad: Tensor) -> None:
-    """Step the pieces of a whole parameter: one after the other, or all at once if they are put together."""
-    inner: Any = bucketed.inner
-    group, grads = inner.param_groups[0], [cut(grad.flatten(), piece.in_param).clone() for piece in pieces]
-    if atom_of(inner, group).is_assembled:
-        inner.start_round(group)
-        inner.update_matrix([piece.param for piece in pieces], grads, group, (grad.shape[0], grad.shape[1]))
-        return
-    with bucketed.stepping():
-        bucketed.begin_round()
-        for piece, own in zip(pieces, grads, strict=True):
-            bucketed.step([([piece], own)])
-        bucketed.end_round()
+def update_class_of(optimizer: Optimizer) -> type[Update]:
+    """Return the class of the update that an optimizer declares."""
+    return getattr(optimizer, "update_class", ElementWise)
 
 
 def _random(block_numel: int) -> Tensor:
@@ -133,6 +125,6 @@ def _random(block_numel: int) -> Tensor:
     return torch.randn(1 + NUM_PROBE_STEPS, PROBED_ROWS, columns, generator=generator, dtype=torch.float32)
 
 
-def _with_large_rate(settings: dict[str, Any]) -> dict[str, Any]:
+def _with_large_rate(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings with `PROBED_RATE` in place of their learning rate, if they have one."""
-    return settings | {"lr": PROBED_RATE} if "lr" in settings else settings
+    return {**settings, "lr": PROBED_RATE} if "lr" in settings else dict(settings)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.distributed.zero.optimizers import test_muon as muon
 from tests.distributed.zero.optimizers import test_soap as soap
-from tests.distributed.zero.optimizers.test_muon import BETAS, DECAY, LR, TOLERANCE, Case
+from tests.distributed.zero.optimizers.test_muon import BETAS, TOLERANCE, Case
 from tests.pairwise import covering, noting
 from tests.ranks import run_cases
 from tests.twins import all_params
@@ -61,8 +61,8 @@ def train(combination: dict) -> dict[str, Tensor]:
 
 
 def start_adamw(case: Case, kind: type[torch.optim.AdamW] = torch.optim.AdamW):
-    settings = {"lr": LR, "weight_decay": DECAY, "betas": BETAS, "fused": True}
-    return muon.start(case, kind=kind, groups=all_params, **settings)
+    of_torch = {"fused": True} if kind is torch.optim.AdamW else {}
+    return muon.start(case, kind=kind, groups=all_params, betas=BETAS, **of_torch)
 
 
 @cache

@@ -18,13 +18,14 @@ from parallel.tensor.split_parameters import split_dims
 from parallel.tensor.token_layout import ReplicatedTokens
 from tests.pairwise import pairwise, product_of
 from tests.ranks import run_cases, run_ranks
-from tests.twins import Groups
+from tests.twins import Groups, all_params
 from zero.activations.checkpointed_blocks import ActivationsConfig, checkpointed_blocks
 from zero.checkpoint import resident
 from zero.core.partition.layout import ALIGNMENT
 from zero.data_parallel import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
 from zero.settings.config import NO_OFFLOAD, OffloadConfig, ZeroConfig
+from zero.updates.cautious_adamw import CautiousAdamW
 from zero.updates.muon import POLAR_EXPRESS, SAFETY, Muon
 
 CONFIG = ModelConfig(num_layers=2, hidden_size=32, num_heads=4, seq_length=8, vocab_size=97, dropout=0.0)
@@ -89,13 +90,12 @@ def build(tensor: Axis, config: ModelConfig = CONFIG, store: str = "none") -> GP
 
 
 def groups_of(gpt: GPT, per_repetition: bool = False) -> list[dict[str, Any]]:
-    named = list(gpt.named_parameters())
-    groups = [
-        {"params": [param for name, param in named if is_matrix(name, param) and ".qkv." not in name]},
-        {"params": [param for name, param in named if not is_matrix(name, param)], "update": "adamw"},
-        {"params": [param for name, param in named if is_matrix(name, param) and ".qkv." in name]},
+    matrices = [(name, param) for name, param in gpt.named_parameters() if is_matrix(name, param)]
+    return [
+        {"params": [param for name, param in matrices if ".qkv." not in name]},
+        {"params": [param for name, param in matrices if ".qkv." in name]}
+        | ({"per_repetition": True} if per_repetition else {}),
     ]
-    return [*groups[:2], groups[2] | ({"per_repetition": True} if per_repetition else {})]
 
 
 def sequences(step: int) -> Tensor:
@@ -103,21 +103,32 @@ def sequences(step: int) -> Tensor:
     return torch.randint(CONFIG.vocab_size, (GLOBAL_BATCH, CONFIG.seq_length + 1), generator=generator)
 
 
-def start(
-    case: Case,
-    param_dtype: torch.dtype = torch.float64,
-    kind: type[torch.optim.Optimizer] = Muon,
-    groups: Groups = groups_of,
-    **settings: Any,
-) -> tuple[ZeroDataParallel, ZeroOptimizer]:
+def build_model(case: Case, param_dtype: torch.dtype = torch.float64) -> tuple[ZeroDataParallel, Mesh]:
     mesh = Mesh.create(case.tensor_size, shard_size=case.shard_size)
     gpt = build(mesh.tensor, case.model, case.store).to(param_dtype)
     types = {"accumulate_dtype": "bf16", "reduce_dtype": "bf16"} if param_dtype is torch.bfloat16 else {}
     ways = {"overlap_gather": case.overlap_gather, "alignment": case.alignment, "optimizer_over": case.optimizer_over}
     config = ZeroConfig(case.stage, case.bucket_numel, **ways, **types)
-    model = ZeroDataParallel(gpt, mesh.data, config, offload=case.offload)
-    chosen = {"lr": LR, "weight_decay": DECAY, "clip_norm": CLIP_NORM} | settings
-    return model, ZeroOptimizer(model, kind, groups(gpt), tensor=mesh.tensor, **chosen)
+    return ZeroDataParallel(gpt, mesh.data, config, offload=case.offload), mesh
+
+
+def start(
+    case: Case,
+    param_dtype: torch.dtype = torch.float64,
+    kind: type[torch.optim.Optimizer] = Muon,
+    groups: Groups = groups_of,
+    clip_norm: float | None = CLIP_NORM,
+    **settings: Any,
+) -> tuple[ZeroDataParallel, ZeroOptimizer]:
+    model, mesh = build_model(case, param_dtype)
+    gpt = model.module
+    settings = {"lr": LR, "weight_decay": DECAY} | settings
+    optimizers = [kind(groups(gpt), **settings)]
+    if groups is not all_params:
+        rest = [param for name, param in gpt.named_parameters() if not is_matrix(name, param)]
+        of_adamw = {name: settings[name] for name in settings.keys() & {"lr", "weight_decay", "eps", "cautious_decay"}}
+        optimizers.append(CautiousAdamW(rest, **of_adamw))
+    return model, ZeroOptimizer(model, optimizers, tensor=mesh.tensor, clip_norm=clip_norm)
 
 
 def start_variant(case: Case) -> tuple[ZeroDataParallel, ZeroOptimizer]:
@@ -351,7 +362,7 @@ def measure(case: Case) -> dict[str, Any]:
     train_steps(model, optimizer, 1, range(1))
     model.data.log.clear()
     train_steps(model, optimizer, 1, range(1, 2))
-    matrices = optimizer.matrices
+    matrices = optimizer.updates[0]
     return {
         "sent": sent_by_axis(model),
         "numel": sum(matrix.numel for matrix in matrices.matrices),

@@ -116,7 +116,7 @@ def num_files_opened(case: Case, folder: Path) -> int:
     model, optimizer = start_soap(case)
     train_steps(model, optimizer, case.num_micro_batches, range(1))
     save(folder, model, optimizer)
-    saved, states = SavedState(folder, read_layout(folder, SCHEMA)["state"]), optimizer.matrices.states()
+    saved, states = SavedState(folder, read_layout(folder, SCHEMA)["state"]), optimizer.updates[0].states()
     expected = {name: state.clone() for name, state in states.items()}
     for state in states.values():
         state.zero_()

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from parallel.mesh import Axis
-from tests.distributed.zero import test_several_optimizers
+from tests.distributed.zero import test_optimizer_lists
 from tests.distributed.zero.compiled import test_modules
 from tests.documents import blocks
 from tests.pairwise import noting
@@ -112,7 +112,7 @@ def test_all_examples_are_found():
 
 def test_each_row_of_the_page_has_a_test_and_each_test_a_row():
     names = [f"{__package__}.{path.stem}" for path in Path(__file__).parent.glob("test_*.py")]
-    modules = [*map(importlib.import_module, names), test_modules, test_several_optimizers]
+    modules = [*map(importlib.import_module, names), test_modules, test_optimizer_lists]
     tables = [getattr(module, "TABLE", {}) for module in modules]
     rows = Counter(row for table in tables for row in table)
     page = re.findall(r"^\| `([a-z-]+)` \|", (ROOT / "docs" / "zero_library.md").read_text(), flags=re.MULTILINE)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gpt.builder.closed_forms import moment_bytes
-from gpt.builder.train_state import build, build_mesh, parameter_groups
+from gpt.builder.train_state import build, build_mesh
 from gpt.settings.parser import parse_settings
 from parallel.mesh import Mesh
 from parallel.validation.errors import ConfigError
@@ -17,7 +17,7 @@ from parallel.world import imitated_world
 from zero.updates.adamw8bit import AdamW8bit
 from zero.updates.adamw_bf16 import AdamWBf16
 from zero.updates.cautious_adamw import CautiousAdamW
-from zero.updates.matrix_updates import MatrixUpdates
+from zero.updates.matrix_update import MatrixUpdate
 from zero.updates.muon import Muon
 from zero.updates.soap import Soap
 
@@ -43,12 +43,13 @@ def test_the_optimizer_is_that_of_the_settings(arguments, kind):
     settings = parse_settings([f"--config={BASE}", *arguments])
     state = build(settings, Mesh.create(1), torch.device("cpu"))
     optimizer, model = state.optimizer, state.model.module
-    assert type(optimizer.inner) is kind
+    first = optimizer.updates[0]
+    assert type(first.optimizer) is kind
     expected_bytes = moment_bytes(settings.optimizer, settings.model, 1)
     # The probe of 8-bit states ends with an incomplete block, which has scales as others have.
     assert optimizer.state_bytes_per_element == pytest.approx(expected_bytes, rel=0.01)
     names = {param: name for name, param in model.named_parameters()}
-    groups = parameter_groups(model, settings.optimizer)
+    groups = optimizer.param_groups
     assert sorted(names[param] for group in groups for param in group["params"]) == sorted(names.values())
     for group in groups:
         for param in group["params"]:
@@ -56,11 +57,11 @@ def test_the_optimizer_is_that_of_the_settings(arguments, kind):
             is_hidden = names[param].startswith("blocks.") and names[param].endswith("weight") and param.dim() == 2
             is_large = param.dim() > 1
             expected = {Muon: is_hidden, Soap: is_hidden, AdamW8bit: is_large, AdamWBf16: is_large}.get(kind, True)
-            assert ("update" not in group) == expected
+            assert (group in first.optimizer.param_groups) == expected
     # q, k and v of the only layer, or of its two heads, and its projection, up and down
-    updates, num_heads = optimizer.matrices, 2 if settings.optimizer.muon.per_head else 1
+    num_heads = 2 if settings.optimizer.muon.per_head else 1
     expected = 3 * num_heads + 3 if kind in (Muon, Soap) else 0
-    assert (len(updates.matrices) if isinstance(updates, MatrixUpdates) else 0) == expected
+    assert (len(first.matrices) if isinstance(first, MatrixUpdate) else 0) == expected
 
 
 def test_the_precision_of_fp32_products_is_set_and_logged(caplog):

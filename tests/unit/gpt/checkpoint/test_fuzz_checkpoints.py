@@ -143,7 +143,8 @@ def state_for_all() -> TrainState:
 def load_anew(checkpoint: Path) -> Loaded:
     """Load into a state in which all that is loaded has other values."""
     state = state_for_all()
-    state.optimizer.inner.state.clear()
+    for update in state.optimizer.updates:
+        update.optimizer.state.clear()
     state.optimizer.num_skipped.fill_(7)
     for bucket in state.optimizer.buckets:
         bucket.master.fill_(7)

@@ -59,7 +59,7 @@ def test_the_learning_rate_of_hidden_matrices_is_divided_by_the_width(name):
             assert group.get("lr", LR) == LR * (1 / 4 if is_hidden else 8 if is_embedding else 1)
             assert group["weight_decay"] == (0.0 if param.dim() == 1 else 4 * DECAY if is_hidden else DECAY)
     state.set_learning_rate(0.5)
-    inner = state.optimizer.inner.param_groups
+    inner = state.optimizer.param_groups
     assert sorted(group["lr"] for group in inner) == [0.125, 0.5, 0.5, 4.0]
 
 

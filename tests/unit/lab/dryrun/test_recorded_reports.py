@@ -15,7 +15,7 @@ from lab.dryrun import report
 from lab.dryrun.dry_run import Recording, dry_run
 from tests.recordings import assert_recorded, lines_of
 from tests.unit.lab.dryrun.test_projection import ROOT, shallow
-from zero.updates.matrix_updates import MatrixUpdates
+from zero.updates.matrix_update import MatrixUpdate
 
 RUNS = {  # name: (cluster, options)
     "stage-1-offload": (
@@ -60,9 +60,12 @@ def steps_of(recording: Recording) -> list[str]:
 
     The line of the memory adds up the bytes that are allocated and freed, each times the number of the kernel before.
     """
-    changes, matrices, work = recording.memory.changes, recording.state.optimizer.matrices, []
-    if isinstance(matrices, MatrixUpdates):
-        work = [f"matrices: {matrices.assignment.all_flops} FLOPs of ranks, {matrices.sent_numels()} sent elements"]
+    changes, updates = recording.memory.changes, recording.state.optimizer.updates
+    work = [
+        f"matrices: {update.assignment.all_flops} FLOPs of ranks, {update.sent_numels()} sent elements"
+        for update in updates
+        if isinstance(update, MatrixUpdate)
+    ]
     copies = [(place, kernel) for place, kernel in enumerate(recording.kernels) if kernel.is_transfer]
     return [
         *(

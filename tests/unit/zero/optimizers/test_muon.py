@@ -1,11 +1,13 @@
 """Muon on whole parameters against torch's, and what a skipped step leaves."""
 
 import math
+from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.flop_counter import FlopCounterMode
 
 from lab.observe.memory_tracker import MemoryTracker
@@ -44,13 +46,14 @@ def test_the_bits_are_torchs(adjust_lr_fn, nesterov):
     settings = {"lr": 0.02, "weight_decay": 0.3, "adjust_lr_fn": adjust_lr_fn, "nesterov": nesterov}
     own, torchs = params_of(SHAPES), params_of(SHAPES)
     vectors, torchs_vectors = params_of([(7,)]), params_of([(7,)])
-    muon = Muon([{"params": own}, {"params": vectors, "update": "adamw"}], ns_eps=1e-7, betas=(0.8, 0.9), **settings)
+    muon = Muon(own, ns_eps=1e-7, **settings)
+    own_adam = CautiousAdamW(vectors, lr=0.02, weight_decay=0.3, betas=(0.8, 0.9))
     expected = torch.optim.Muon(torchs, eps=1e-7, **settings)
     adam = torch.optim.AdamW(torchs_vectors, lr=0.02, weight_decay=0.3, betas=(0.8, 0.9), fused=True)
     for step in range(4):
         for params in (own, torchs, vectors, torchs_vectors):
             set_gradients(params, step)
-        for optimizer in (muon, expected, adam):
+        for optimizer in (muon, own_adam, expected, adam):
             optimizer.step()
     for found, param in zip(own + vectors, torchs + torchs_vectors, strict=True):
         assert found.equal(param)
@@ -210,11 +213,10 @@ class Layers(nn.Module):
         return self.last(self.first(x).tanh()).square().sum()
 
 
-def groups_of(module: Layers) -> list[dict]:
-    return [
-        {"params": [module.first.weight, module.last.weight]},
-        {"params": [module.first.bias, module.last.bias], "update": "adamw"},
-    ]
+def optimizers_of(module: Layers, kind: Callable[..., Optimizer], *, fused: bool = True) -> list[Optimizer]:
+    """Return an optimizer of the weights, and AdamW of the biases."""
+    weights, biases = [module.first.weight, module.last.weight], [module.first.bias, module.last.bias]
+    return [kind(weights, lr=0.1), CautiousAdamW(biases, lr=0.1, fused=fused)]
 
 
 KINDS = {
@@ -234,15 +236,17 @@ def test_a_step_with_an_infinite_gradient_leaves_no_trace(kind, fused):
     for bad_steps in ((0, 2), ()):
         module = Layers()
         model = ZeroDataParallel(module, Axis.trivial("data"), ZeroConfig(1, bucket_numel=32, alignment=256))
-        optimizer = ZeroOptimizer(model, kind, groups_of(module), lr=0.1, fused=fused, warn_skipped=False)
+        optimizer = ZeroOptimizer(model, optimizers_of(module, kind, fused=fused), warn_skipped=False)
         good = iter(range(2))
         for step in range(2 + len(bad_steps)):
             factor = math.inf if step in bad_steps else 1.0 + next(good)
             (model(torch.ones(3, 6)) * factor).backward()
             optimizer.step()
         assert optimizer.num_skipped.item() == len(bad_steps)
-        states = [dict(sorted(state.items())) for state in optimizer.inner.state.values()]
-        states.append(optimizer.matrices.states())
+        inner = [
+            dict(sorted(state.items())) for update in optimizer.updates for state in update.optimizer.state.values()
+        ]
+        states = [*inner, *(update.states() for update in optimizer.updates)]
         found.append([*module.parameters(), *(value for state in states for value in state.values())])
     assert len(found[0]) == len(found[1])
     assert all(a.equal(b) for a, b in zip(*found, strict=True))
@@ -269,7 +273,7 @@ def test_the_flag_of_a_grad_scaler_skips_updates_of_whole_parameters(kind):
 def test_a_step_reads_no_value_of_a_tensor(kind):
     module = Layers()
     model = ZeroDataParallel(module, Axis.trivial("data"), ZeroConfig(1, bucket_numel=32, alignment=256))
-    optimizer = ZeroOptimizer(model, kind, groups_of(module), lr=0.1)
+    optimizer = ZeroOptimizer(model, optimizers_of(module, kind))
     for _ in range(2):
         loss = model(torch.ones(3, 6))
         with NoWaiting():
@@ -281,7 +285,7 @@ def test_no_message_outlives_a_step():
     with MemoryTracker(CPU) as tracker:
         module = Layers()
         model = ZeroDataParallel(module, Axis.trivial("data"), ZeroConfig(1, bucket_numel=32))
-        optimizer = ZeroOptimizer(model, Muon, groups_of(module), lr=0.1)
+        optimizer = ZeroOptimizer(model, optimizers_of(module, Muon))
         for _ in range(2):
             model(torch.ones(3, 6)).backward()
             optimizer.step()
@@ -316,15 +320,25 @@ def test_a_setting_that_groups_have_in_common_is_taken_from_them_and_may_not_dif
         (Muon, {"iterates_on": "rows"}, "iterates_on='rows' .*'gram' or 'matrix'"),
         (Muon, {"adjust_lr_fn": "match_rms"}, "adjust_lr_fn='match_rms' .*'match_rms_adamw'"),
         (Soap, {"dtype": "bf16"}, "Soap has dtype='bf16' in a group; choose 'fp32' or 'fp64'"),
-        (AdamW8bit, {"amsgrad": True}, "AdamW8bit has amsgrad=True in a group; choose False"),
-        *((kind, {"maximize": True}, "maximize=True .* choose False") for kind in (Muon, Soap, AdamWBf16)),
+        (AdamW8bit, {"betas": (0.9, 1.0)}, r"AdamW8bit has betas=\(0.9, 1.0\) in a group; choose numbers from 0 to"),
+        *((kind, {"lr": -1.0}, "lr=-1.0 in a group, which is below 0") for kind in (Muon, Soap, AdamWBf16)),
     ],
 )
 def test_settings_that_a_method_does_not_know_are_refused(kind, settings, message):
     for of_groups, of_all in ((settings, {}), ({}, settings)):
         with pytest.raises(ValueError, match=message):
             kind([{"params": params_of(SHAPES), **of_groups}], **of_all)
-    kind([{"params": params_of(SHAPES), "update": "adamw", "maximize": True}])
+
+
+@pytest.mark.parametrize("kind", [Muon, Soap, AdamW8bit, AdamWBf16])
+def test_settings_of_adamw_that_a_method_has_not_are_refused(kind):
+    for setting in ("maximize", "amsgrad"):
+        with pytest.raises(ValueError, match=f"{kind.__name__} has {setting}=True in a group; choose False"):
+            kind([{"params": params_of(SHAPES), setting: True}])
+        with pytest.raises(ValueError, match=f"{kind.__name__} has no setting {setting}; choose from lr, "):
+            kind(params_of(SHAPES), **{setting: True})
+    with pytest.raises(ValueError, match=rf"give two optimizers: ZeroOptimizer\(model, \[{kind.__name__}"):
+        kind([{"params": params_of(SHAPES), "update": "adamw"}])
 
 
 METHODS = [Muon, Soap, AdamW8bit, AdamWBf16]
@@ -376,5 +390,5 @@ def test_a_vector_in_a_group_of_matrices_is_refused():
     model = ZeroDataParallel(module, Axis.trivial("data"), ZeroConfig(1))
     with pytest.raises(ConfigError, match=r"first.bias of shape \(12,\) has 1 dims and is no matrix"):
         ZeroOptimizer(model, Muon)
-    with pytest.raises(ConfigError, match=r"update='sgd' in a group; choose 'muon' or 'adamw'"):
+    with pytest.raises(ConfigError, match=r"a group has update='sgd'; choose 'adamw', or leave it out"):
         ZeroOptimizer(model, Muon, [{"params": module.parameters(), "update": "sgd"}])

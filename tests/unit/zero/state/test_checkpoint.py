@@ -265,25 +265,3 @@ def test_a_saver_reports_a_failure_at_the_next_save(tmp_path: Path):
     saver.start(tmp_path / "saved")
     assert saver.wait() == tmp_path / "saved"
     assert saver.wait() is None
-
-
-def test_two_optimizers_of_a_model_are_saved_to_a_folder_each(tmp_path: Path):
-    def wrap_two() -> tuple[ZeroDataParallel, list[ZeroOptimizer]]:
-        model = ZeroDataParallel(nn.Linear(2, 3), Axis.trivial("data"), ZeroConfig(1))
-        return model, [ZeroOptimizer(model, torch.optim.AdamW, [param], lr=0.1) for param in model.module.parameters()]
-
-    def train_two(model: ZeroDataParallel, optimizers: list[ZeroOptimizer]) -> list[Tensor]:
-        model(torch.ones(1, 2)).square().mean().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-        return [param.detach().clone() for param in model.module.parameters()]
-
-    model, optimizers = wrap_two()
-    train_two(model, optimizers)
-    for number, optimizer in enumerate(optimizers):
-        save(tmp_path / str(number), model, optimizer)
-    expected = train_two(model, optimizers)
-    model, optimizers = wrap_two()
-    for number, optimizer in enumerate(optimizers):
-        load(tmp_path / str(number), model, optimizer)
-    assert all(param.equal(other) for param, other in zip(train_two(model, optimizers), expected, strict=True))

@@ -44,15 +44,6 @@ def test_by_default_a_scale_stays_and_a_dynamic_one_changes_after_two_overflows_
     assert found == [(1, 8)] + 1000 * [(1, 4)] + [(1, 8)]
 
 
-def test_the_scale_is_updated_once_by_what_any_of_several_optimizers_has_noted():
-    loss_scale = LossScale(8.0, is_dynamic=True, hysteresis=1, growth_interval=2)
-    for noted, expected in (([1, 0], 4), ([0, 1], 2), ([], 2), ([0, 0], 2), ([], 2), ([0], 4)):
-        for found_inf in noted:
-            loss_scale.note(torch.tensor(float(found_inf)))
-        loss_scale.update_noted()
-        assert loss_scale.scale.item() == expected
-
-
 def record_all(watch: SkippedSteps, steps: str) -> None:
     for step in steps:
         watch.record(torch.tensor(float(step == "o")), torch.tensor(0.0))

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from parallel.validation.errors import ConfigError
-from zero.core.step.atoms import ELEMENT
-from zero.core.step.bucketed_optimizer import BucketedOptimizer
-from zero.core.step.pieces import Piece, as_groups
-from zero.core.step.probe import probe_atoms
+from zero.core.step.element_wise import ElementWise
+from zero.core.step.parameter_groups import as_groups
+from zero.core.step.pieces import Piece
+from zero.core.step.probe import probe
 from zero.updates.adamw8bit import BLOCK, AdamW8bit
 from zero.updates.adamw_bf16 import AdamWBf16
 from zero.updates.muon import Muon
@@ -30,14 +30,12 @@ CPU = torch.device("cpu")
         (torch.optim.NAdam, {}, 8),
         (torch.optim.Adamax, {}, 8),
         (AdamW8bit, {}, 2 + 4 * 8 / (3 * BLOCK + 6)),  # the fourth block of the probed parameter is incomplete
-        (AdamW8bit, {"update": "adamw"}, 8),
         (AdamWBf16, {}, 4),
         (Muon, {}, 4),
-        (Muon, {"update": "adamw"}, 8),
     ],
 )
 def test_the_bytes_of_states(optimizer, group, bytes_an_element):
-    assert probe_atoms(optimizer, {}, CPU, [{}, group])[1] == bytes_an_element
+    assert probe(optimizer, {}, CPU, [{}, group])[1] == bytes_an_element
 
 
 class MuonLike(torch.optim.Optimizer):
@@ -63,7 +61,7 @@ class MuonLike(torch.optim.Optimizer):
 class WrongMuon(Muon):
     """A Muon that says that its matrices are elements."""
 
-    own_atom = ELEMENT
+    update_class = ElementWise
 
 
 @pytest.mark.parametrize(
@@ -83,14 +81,14 @@ class WrongMuon(Muon):
 )
 def test_optimizers_that_are_not_elementwise_are_refused_by_the_settings_of_each_group(optimizer, group, reason):
     if optimizer is MuonLike:
-        probe_atoms(MuonLike, {"lr": 0.1}, CPU, [{"lr": 0.1}, {"lr": 0.0}])
+        probe(MuonLike, {"lr": 0.1}, CPU, [{"lr": 0.1}, {"lr": 0.0}])
     with pytest.raises(ConfigError, match=f"optimizer {optimizer.__name__} {reason}"):
-        probe_atoms(optimizer, {"lr": 0.1}, CPU, [{"lr": 0.1}, group])
+        probe(optimizer, {"lr": 0.1}, CPU, [{"lr": 0.1}, group])
 
 
 def test_a_function_that_makes_no_optimizer_is_refused():
     with pytest.raises(ConfigError, match="what it makes is of class Linear, not of class Optimizer"):
-        probe_atoms(lambda _params, **_settings: nn.Linear(2, 2), {}, CPU)
+        probe(lambda _params, **_settings: nn.Linear(2, 2), {}, CPU)
 
 
 class Recorder(torch.optim.Optimizer):
@@ -111,26 +109,26 @@ class Recorder(torch.optim.Optimizer):
 def test_a_bucket_steps_its_own_pieces_with_their_groups_settings():
     params = [nn.Parameter(torch.tensor([float(index)])) for index in range(3)]
     groups = [{"params": [params[0], params[2]], "lr": 0.5}, {"params": [params[1]]}]
-    bucketed = BucketedOptimizer(Recorder(groups))
+    update = ElementWise(Recorder(groups), range(2))
     buckets = [
         [Piece(params[0], range(1, 2), 0, "a", range(1)), Piece(params[1], range(3, 4), 1, "b", range(1))],
         [Piece(params[2], range(1), 0, "c", range(1))],
     ]
     for lr in (0.5, 0.25):
-        bucketed.inner.param_groups[0]["lr"] = lr
-        with bucketed.stepping():
-            bucketed.begin_round()
+        update.optimizer.param_groups[0]["lr"] = lr
+        with update.stepping():
+            update.begin()
             for bucket in buckets:
-                bucketed.step([(bucket, torch.arange(10.0, 15.0))])
-            bucketed.end_round()
+                update.step([(bucket, torch.arange(10.0, 15.0))])
+            update.end()
     first = torch.tensor([11.0]), torch.tensor([13.0]), torch.tensor([10.0])
-    assert bucketed.inner.seen == [
+    assert update.optimizer.seen == [
         ([value], [grad], (lr, counter))
         for counter, rate in ((1, 0.5), (2, 0.25))
         for value, grad, lr in ((0.0, first[0], rate), (1.0, first[1], 1.0), (2.0, first[2], rate))
     ]
-    assert [group["params"] for group in bucketed.inner.param_groups] == [[params[0], params[2]], [params[1]]]
-    assert [group["counter"] for group in bucketed.inner.param_groups] == [2, 2]
+    assert [group["params"] for group in update.optimizer.param_groups] == [[params[0], params[2]], [params[1]]]
+    assert [group["counter"] for group in update.optimizer.param_groups] == [2, 2]
     assert all(param.grad is None for param in params)
 
 
