@@ -337,7 +337,8 @@ class Engine(nn.Module):
         self._access.end_step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Discard all gradients, as after a backward that failed."""
+        """Discard all gradients, and what a backward that raised has left."""
+        self._passes.finalize()
         self.reducer.clear()
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> NoReturn:

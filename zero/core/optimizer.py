@@ -256,11 +256,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return f"{type(self).__name__}({names})" + super().__repr__().removeprefix(type(self).__name__)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Discard the gradients, as after a backward that failed; `step` does so by itself.
+        """Discard the gradients, and what a backward that raised has left; `step` does so by itself.
 
         `set_to_none` has no effect: gradients that were discarded and gradients of zero are the same here.
         """
-        self._model.reducer.clear()
+        self._model.zero_grad()
 
     @torch.no_grad()
     def take_changes(self) -> None:

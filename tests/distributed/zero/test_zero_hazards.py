@@ -1,6 +1,7 @@
 """Hazards of data parallelism that a plain run does not show: order, accumulation, unused parameters, failures."""
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from parallel.mesh import Axis, Mesh
 from tests.distributed.zero.test_zero_equals_one_process import case_of, train_with_zero
@@ -77,6 +79,52 @@ def check_a_second_backward(config: ZeroConfig) -> None:
     twins.train(1)
 
 
+class FailingInBackward(nn.Linear):
+    """A layer whose backward raises once, or the one that recomputes it."""
+
+    fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = super().forward(x)
+        if self.fails and output.requires_grad:
+            output.register_hook(raise_on_purpose)
+        return output
+
+
+ENDS: dict[str, Callable[[ZeroDataParallel, ZeroOptimizer], object]] = {
+    "gradients are discarded": lambda model, _: model.zero_grad(),
+    "the optimizer discards them": lambda _, optimizer: optimizer.zero_grad(),
+    "a forward": lambda model, _: torch.no_grad()(model)(torch.ones(1, 4)),
+}
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+@pytest.mark.parametrize("name", ENDS)
+def test_units_that_a_backward_has_left_when_it_raised_are_freed(name, is_nested):
+    blocks = [FailingInBackward(4, 4) for _ in range(4)]
+    config = ZeroConfig(3, units=["1", "2", "3"], prefetch_numel=0)
+    model = ZeroDataParallel(nn.Sequential(*blocks), Axis.trivial("data"), config)
+    optimizer = ZeroOptimizer(model, torch.optim.SGD, lr=0.1)
+    transient = [flat for flat in model.flats if flat.lifetime is Lifetime.TRANSIENT]
+
+    def run() -> Tensor:
+        x = torch.ones(1, 4, requires_grad=True)
+        return (checkpoint(model, x, use_reentrant=True) if is_nested else model(x)).sum()
+
+    run().backward()
+    optimizer.step()
+    blocks[1].fails = True
+    with pytest.raises(KeyError, match="on purpose"):
+        run().backward()
+    blocks[1].fails = False
+    assert not all(flat.is_sharded for flat in transient)
+    ENDS[name](model, optimizer)
+    assert all(flat.is_sharded for flat in transient)
+    optimizer.zero_grad()
+    run().backward()
+    assert optimizer.step() > 0
+
+
 @pytest.mark.parametrize("stage", ALL_STAGES)
 def test_a_backward_after_one_that_broke_off_is_refused_until_gradients_are_cleared(stage):
     """The second would add to gradients of the first."""
@@ -92,7 +140,10 @@ def test_a_backward_after_one_that_broke_off_is_refused_until_gradients_are_clea
     hook.remove()
     with pytest.raises(ValueError, match=r"broke off; call `optimizer.zero_grad\(\)` before the next"):
         model(torch.ones(1, 4)).sum().backward()
-    model.reducer.clear()
+    optimizer = ZeroOptimizer(model, torch.optim.SGD, lr=0.1)
+    with pytest.raises(ValueError, match="broke off"):
+        optimizer.step()
+    optimizer.zero_grad()
     model(torch.ones(1, 4)).sum().backward()
     assert all(bucket.grads.total.has_sum for bucket in model.buckets)
 

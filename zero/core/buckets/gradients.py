@@ -106,8 +106,7 @@ class GradientReducer:
         if self._discards:  # between two backwards, or after the last of a step: their state stays
             self._extensions.on_round(Round.ACCUMULATION)
             return
-        if self._backward is BackwardState.REDUCING:
-            raise ValueError("the backward before this one broke off; call `optimizer.zero_grad()` before the next one")
+        self._check_ended()
         is_over = self._last_backward_has_begun  # the step, whose mean the optimizer still awaits
         reduced = [bucket for bucket in self._order.buckets if is_over and bucket.grads.total.begins_anew]
         if any(bucket.grads.path.persists for bucket in reduced):
@@ -129,13 +128,21 @@ class GradientReducer:
         self._extensions.on_round(Round.BACKWARD if self.reduces(is_last) else Round.ACCUMULATION)
 
     def complete(self) -> None:
-        """Reduce the gradients of a step whose last backward has not run, or reached no parameter on this rank."""
+        """Reduce the gradients of a step whose last backward has not run, or reached no parameter on this rank.
+
+        Raises ValueError if a backward that reduces gradients did not end.
+        """
+        self._check_ended()
         if not self._last_backward_has_begun:
             for transport in self.reductions.transports if self._num_backwards else ():
                 transport.check_missing_backward()
             self.begin(is_last=True)
             self.end()
         self._extensions.on_round(Round.STEP)
+
+    def _check_ended(self) -> None:
+        if self._backward is BackwardState.REDUCING:
+            raise ValueError("the backward before this one broke off; call `optimizer.zero_grad()` before the next one")
 
     def accept(self, param: nn.Parameter, grad: Tensor) -> None:
         """Write a gradient to the buckets in which the parameter has elements, in the order of reduction."""

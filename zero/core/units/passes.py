@@ -44,7 +44,15 @@ class Passes:
 
     A reentrant checkpoint runs a backward of its own inside the outer one, and its gradients may be the first that
     arrive. All of these are one backward, which ends with the outer one. If no hook runs in the outer one itself, its
-    end is not noticed before `finalize`. A backward that raises never ends.
+    end is not noticed before `finalize`. Autograd does not report the end of a backward that raises either:
+
+    raised in            leaves                                          until
+    a forward            nothing: the calls that are open end with it    -
+    a backward, also     the units that it has unsharded                 `finalize`: the next forward of the model, or
+    a nested one                                                         `zero_grad`
+                         its gradients; if it was to reduce them,        `zero_grad`
+                         a step or another backward raises before that
+    `accumulate()`       nothing of its own                              -
     """
 
     def __init__(self, reducer: GradientReducer, extensions: Extensions):
@@ -109,10 +117,12 @@ class Passes:
         call_at_end_of_backward(self._end_backward)
 
     def finalize(self) -> None:
-        """End a backward whose end no hook has seen, and forget one that raised. No backward may be running."""
+        """End a backward whose end no hook has seen, and one that raised, but for its gradients. None may be running."""
         if self._encloses_ended_backwards:
             self._end_backward()
-        self._tasks.clear()
+        elif self._tasks:  # it raised
+            self._end_tasks()
+            self.accumulates = False
 
     @property
     def _encloses_ended_backwards(self) -> bool:
@@ -162,12 +172,14 @@ class Passes:
         for listener in self._listeners:
             listener.end_nested_backward()
 
-    def _end_backward(self) -> None:
+    def _end_tasks(self) -> None:
         self._tasks.clear()
-        self._outer = None
-        # Listeners first: the memory of their units is free for the reductions that are still to be launched.
+        self._outer, self._num_nested_running = None, 0
         for listener in self._listeners:
             listener.end_backward()
+
+    def _end_backward(self) -> None:
+        self._end_tasks()  # first: the memory of their units is free for the reductions that are still to be launched
         if self.accumulates:
             self.accumulates = False
             self._reducer.end()
