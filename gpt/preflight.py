@@ -23,8 +23,8 @@ from parallel.validation.errors import exit_on_config_error
 def describe_job(arguments: Sequence[str], num_ranks: int | None) -> Job:
     """Return the settings, the data files and the folder of a training run, which nodes compare.
 
-    A data file is represented by its index, which the .bin file beside it must match. `num_ranks` is used only to
-    translate batch sizes of a DeepSpeed configuration. Raises ConfigError or DataError if the run could not start.
+    A data file is represented by its index, which the .bin file beside it must match. `num_ranks` also
+    translates batch sizes of a DeepSpeed configuration. Raises ConfigError or DataError if the run could not start.
     """
     settings = parse_settings(arguments, num_ranks)
     _, prefixes = parse_path(settings.data.path)
@@ -32,6 +32,7 @@ def describe_job(arguments: Sequence[str], num_ranks: int | None) -> Job:
         settings=tuple(f"{name}={value}" for name, value in dotted(yaml.safe_load(settings.to_yaml())).items()),
         files=tuple(Path(f"{prefix}.idx") for prefix in prefixes),
         folder=Path(settings.run.dir),
+        num_ranks=num_ranks or 1,
     )
 
 

@@ -9,10 +9,12 @@ memory      Segments that grow leave fewer gaps between tensors of different siz
 pages       On a CPU, torch asks for pages of 2 MB instead of 4 KB for tensors of at least that size. The logits of a
             micro-batch are freed and allocated again in each, and their memory would fault page by page.
 launches    With one queue from the host to the device, kernels and collectives start in the order of their launch.
+files       As many may be open as the hard limit allows: the store has three connections of each rank.
 NCCL        Torch writes its record of the last collectives, by the flight recorder, to the folder of the run.
 """
 
 import os
+import resource
 from collections.abc import Iterable, Mapping, MutableMapping
 from pathlib import Path
 
@@ -53,6 +55,17 @@ def set_variables(
     for number in range(len(missing), 0, -1):
         if set_allocator(",".join(filter(None, [own, *missing[:number]]))):
             return
+
+
+def raise_file_limit() -> None:
+    """Let this process, and those that it starts, open as many files as the hard limit allows."""
+    hard = max_open_files()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def max_open_files() -> int:
+    """Return the hard limit of the number of files that a process may open."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 
 
 def use_large_pages(environment: MutableMapping[str, str], device: torch.device) -> None:

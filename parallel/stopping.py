@@ -154,8 +154,10 @@ class Stopping:
 
     def _watch(self, receiving: int, ended: threading.Event) -> None:
         asked_at: float | None = None  # time of the first signal
+        signals = select.poll()  # not `select`, which takes no descriptor above 1,023
+        signals.register(receiving, select.POLLIN)
         while not ended.is_set():
-            if select.select([receiving], [], [], POLL_SECONDS)[0]:
+            if signals.poll(1000 * POLL_SECONDS):
                 received = [number for number in os.read(receiving, 64) if number in SIGNALS]
                 if received and asked_at is None:
                     asked_at = self._clock()

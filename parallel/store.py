@@ -1,9 +1,13 @@
 """The store that all ranks share, for messages outside collectives, and what it tells of ranks that have failed."""
 
 import json
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -13,17 +17,50 @@ T = TypeVar("T")
 
 FAILURE_KEY = "failed_ranks"  # in the default store: the number of ranks that have failed
 REASON_KEY = "reason_of_failure"  # there: why a rank has raised that the others may wait for
+POLL_SECONDS = 0.1  # of a thread that waits while another one waits on the connection for waits
+
+
+class SharedStore(dist.PrefixStore):
+    """A process's view of the store that all ranks share, by two connections: any thread may wait in it.
+
+    A thread that waits on a connection blocks all others that use it. So waits have one of their own, and `get` must
+    not wait: the key is there, or was waited for.
+    """
+
+    def __init__(self, store: dist.Store):
+        super().__init__("shared", store.clone())  # type: ignore[attr-defined]
+        self._waits = dist.PrefixStore("shared", store.clone())  # type: ignore[attr-defined]
+        self._turn = threading.Lock()
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
+        """Wait until the keys are set. Raises DistStoreError if the time is over."""
+        timeout = self.timeout if timeout is None else timeout
+        if self._turn.acquire(blocking=False):
+            try:
+                self._waits.wait(keys, timeout)
+            finally:
+                self._turn.release()
+            return
+        deadline = time.monotonic() + timeout.total_seconds()
+        while not self.check(keys):
+            if time.monotonic() >= deadline:
+                raise dist.DistStoreError(f"not all of {keys} are set within {timeout}")
+            time.sleep(POLL_SECONDS)
+
+
+# The connections of this process, by the default store: each rank has three to it with that of torch. A store of ten
+# thousand ranks needs as many open files.
+_SHARED: WeakKeyDictionary[dist.Store, SharedStore] = WeakKeyDictionary()
 
 
 def shared_store() -> dist.Store:
-    """Return a store that all ranks share, for messages outside collectives. A single process gets one of its own.
-
-    It has a connection of its own, so that a thread may block in it: a thread that waits in the default store blocks
-    all others that use it.
-    """
+    """Return a store that all ranks share, for messages outside collectives. A single process gets one of its own."""
     if not dist.is_initialized():
         return dist.HashStore()
-    return default_store().clone()  # type: ignore[attr-defined]
+    default = default_store()
+    if default not in _SHARED:
+        _SHARED[default] = SharedStore(default)
+    return _SHARED[default]
 
 
 class Decisions:
@@ -37,9 +74,13 @@ class Decisions:
         key = f"decisions/{self._store.add(f'decisions/of/{self._rank}', 1)}"
         self._store.set(f"{key}/{self._rank}", json.dumps(own))
         if self._rank == 0:
-            found = [json.loads(self._store.get(f"{key}/{rank}")) for rank in range(self._size)]
+            found = self._values([f"{key}/{rank}" for rank in range(self._size)])
             self._store.set(key, json.dumps(choose(found)))
-        return json.loads(self._store.get(key))
+        return self._values([key])[0]
+
+    def _values(self, keys: Sequence[str]) -> list[Any]:
+        self._store.wait(list(keys))
+        return [json.loads(value) for value in self._store.multi_get(list(keys))]
 
 
 def num_failures() -> int | None:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from parallel.ending import EXIT_LOST, EXIT_USER_ERROR, end_process
 from parallel.pairwise import complete_all
-from parallel.process_defaults import num_gpus_of_node, set_variables, share_cores, use_large_pages
+from parallel.process_defaults import num_gpus_of_node, raise_file_limit, set_variables, share_cores, use_large_pages
 from parallel.store import FAILURE_KEY, has_failed_elsewhere, num_failures
 from parallel.torch_internals import FakeStore, default_store, take_default_timeout
 from parallel.validation.errors import ConfigError, NodeError
@@ -158,6 +158,7 @@ def start_world(options: StartOptions = StartOptions()) -> World:
     local_rank, local_size = _place_on_node()
     if size > 1:
         _check_rendezvous()
+    raise_file_limit()  # before rank 0 serves a store, and before data is opened
     set_variables(os.environ, options.orders_launches, options.record_folder, options.fixes_kernels)
     device = _choose_device(options.device, local_rank, local_size)
     if device.type == "cuda":
@@ -210,20 +211,20 @@ def _store_of_this_start(store: dist.Store, rank: int, size: int, timeout_second
     """
     if rank == 0:
         deadline = time.monotonic() + timeout_seconds
-        number, answered = store.add("start/number", 1), set()
-        # Rank 0 goes on replying until all ranks have read their reply: the request that it finds first may be one of
-        # an earlier start, which the present one overwrites later.
+        number, answered, pause = store.add("start/number", 1), set[str](), 0.01
+        # Among the requests are those of earlier starts, so their number does not tell when all ranks have joined.
         while store.add(f"start/{number}/num_joined", 0) < size - 1:
-            for key in (f"start/requests/{peer}" for peer in range(1, size)):
-                if store.check([key]) and (request := store.get(key).decode()) not in answered:
-                    store.set(f"start/replies/{request}", str(number))
-                    answered.add(request)
+            requests = store.get("start/requests").decode().split() if store.check(["start/requests"]) else []
+            if new := [request for request in requests if request not in answered]:
+                store.multi_set([f"start/replies/{request}" for request in new], [str(number)] * len(new))
+                answered.update(new)
             if time.monotonic() > deadline:
                 raise TimeoutError(f"not all of the {size - 1} other ranks have joined this start of the job in time")
-            time.sleep(0.01)
+            time.sleep(pause)
+            pause = min(0.25, 1.1 * pause)  # a job of many ranks starts slowly, and each time all requests are read
     else:
         request = uuid4().hex
-        store.set(f"start/requests/{rank}", request)
+        store.append("start/requests", f"{request}\n")  # type: ignore[attr-defined]
         # Only rank 0 asks again and again: the store could not answer all ranks of a large job if each did so.
         try:
             store.wait([f"start/replies/{request}"], timedelta(seconds=timeout_seconds))

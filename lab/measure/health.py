@@ -163,6 +163,7 @@ def check(names: Sequence[str]) -> None:
     store = shared_store()
     if by_rank := bandwidth.gathered(measure(world), world):
         store.set("health/faults", json.dumps(find_faults(by_rank)))
+    store.wait(["health/faults"])
     faults = [(node, what) for node, what in json.loads(store.get("health/faults"))]
     if faults and not names:
         raise ConfigError("health: " + "\n  ".join(f"{node or 'either node'}: {what}" for node, what in faults))

@@ -15,6 +15,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from parallel.ending import EXIT_LOST
+from parallel.process_defaults import raise_file_limit
 from parallel.stopping import take_warnings
 
 # Of ranks that were asked to stop, for their last checkpoint; torchrun's own 30 s are too few for a large model.
@@ -26,6 +27,7 @@ def main(arguments: list[str]) -> int:
     if SHUTDOWN_OPTION in run.get_args_parser().format_help():  # not in older versions
         arguments = [f"{SHUTDOWN_OPTION}={SECONDS_TO_STOP}", *arguments]
     take_warnings(pass_on)
+    raise_file_limit()  # the agent of the first node serves the store of all ranks
     try:
         run.main(arguments)
     except ChildFailedError as error:

@@ -40,6 +40,7 @@ from parallel.launch.membership import (
 from parallel.launch.node_facts import MARK_SECONDS, NodeFacts, find_facts, find_problems, marked
 from parallel.launch.preflight import DescribeJob, split_words
 from parallel.launch.route import find_route, resolve
+from parallel.process_defaults import raise_file_limit
 from parallel.stopping import take_warnings
 from parallel.validation.errors import ConfigError
 from parallel.world import LAUNCH_VARIABLE
@@ -382,4 +383,5 @@ def main(words: Sequence[str], describe_job: DescribeJob, find_problem: FindProb
     )
     if not any(map(limits.fits, range(options.min_nodes, len(names) + 1))):
         raise ConfigError(problem_on(len(names)))
+    raise_file_limit()  # the leader serves the store of all ranks
     sys.exit(Agent(options, program, limits, replace(find_facts(job), name=options.node)).run())

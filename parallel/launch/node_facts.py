@@ -17,10 +17,13 @@ from uuid import uuid4
 
 import torch
 
+from parallel.process_defaults import max_open_files
+
 ROOT = Path(__file__).parents[2]
 MAX_CLOCK_SECONDS = 2.0  # difference from the first node's clock
 PROBE_BYTES, NUM_PROBES = 8 * 2**20, 4  # written to measure a disk, so many times
 MIN_FREE_BYTES = 2**30
+CONNECTIONS_PER_RANK, FILES_PER_FILE, OTHER_FILES = 3, 2, 100  # to the store; per file of a job, whose data has two
 MIN_DISK_BYTES_PER_SECOND, MIN_SHARE_OF_FASTEST = 5e6, 0.2  # a disk below either is slow
 MARK_SECONDS = 40.0  # in which nodes must see a file of the first: NFS may keep for 30 s what a folder holds
 MARK_POLL_SECONDS = 0.1
@@ -38,6 +41,7 @@ class Job:
     settings: tuple[str, ...] = ()
     files: tuple[Path, ...] = ()
     folder: Path = Path()
+    num_ranks: int = 1
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,8 @@ class NodeFacts:
     disk_error: str = ""
     clock_seconds: float = 0.0  # ahead of the first node's clock
     shares_folder: bool = True
+    max_files: int = 2**20  # that a process may open, and that the store, or a rank, will
+    num_files: int = 0
 
     def has_name(self, name: str) -> bool:
         return name in (self.name, self.name.split(".")[0], self.address)
@@ -85,6 +91,8 @@ def find_facts(job: Job, address: str = "") -> NodeFacts:
         free_bytes=shutil.disk_usage(disk).free,
         disk_bytes_per_second=rate,
         disk_error=error,
+        max_files=max_open_files(),
+        num_files=OTHER_FILES + max(CONNECTIONS_PER_RANK * job.num_ranks, FILES_PER_FILE * len(job.files)),
     )
 
 
@@ -152,6 +160,11 @@ def find_problems(nodes: Sequence[NodeFacts]) -> list[str]:
             problems.append(f"{node.name}: other settings than elsewhere: {', '.join(other[:4])}")
         if abs(node.clock_seconds) > MAX_CLOCK_SECONDS:
             problems.append(f"{node.name}: its clock differs from {nodes[0].name}'s by {node.clock_seconds:+.1f} s")
+        if node.max_files < node.num_files:
+            problems.append(
+                f"{node.name}: a process may open {node.max_files} files, {node.num_files} are needed, for the store's "
+                f"{CONNECTIONS_PER_RANK} connections of each rank or for the data; raise the hard limit (ulimit -Hn)"
+            )
     return problems + _disk_problems(nodes)
 
 

@@ -1,6 +1,7 @@
 """Saves in which ranks wait without keeping the store busy, and settings that all ranks compare."""
 
 import contextlib
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
@@ -13,19 +14,24 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gpt.builder.train_state import build
+from gpt.builder.train_state import build, build_mesh
 from gpt.checkpoint.checkpoint import TO_DISK
 from gpt.checkpoint.checkpoint import RunSaver as Saver
 from gpt.checkpoint.folder import Kept
 from gpt.checkpoint.layout import Progress
 from gpt.checkpoint.recovery import Recovery
+from gpt.monitor.node_map import find_nodes
+from gpt.monitor.watch import Watch
 from gpt.settings.parser import parse_settings
 from parallel.mesh import Mesh
 from parallel.validation.errors import ConfigError
+from parallel.world import World
 from tests.ranks import run_ranks
 from tests.unit.gpt.builder.test_train_state import BASE
 from tests.unit.gpt.checkpoint.runs import DATA
 from zero.checkpoint import writer
+
+CPU = torch.device("cpu")
 
 
 class RecordingStore:
@@ -122,6 +128,44 @@ def test_a_checkpoint_that_some_rank_of_the_mesh_does_not_have_is_refused_on_all
     found = run_ranks(4, resumed_from_folders_of_their_own, tmp_path)
     reason = "rank 0 does not have run/checkpoints/step-00000001, from which another rank would go on"
     assert found == [f"{reason}; put run.dir=run on a file system that all nodes share"] * 4
+
+
+def connections_to_the_store(folder: Path) -> list[int]:
+    """The number of this process's connections to the store before a run starts, and after it has saved."""
+    settings = parse_settings(
+        [
+            f"--config={BASE}",
+            f"--run.dir={folder}",
+            "--checkpoint.snapshot_every=1",
+            f"--checkpoint.snapshot_dir={folder}",
+        ]
+    )
+    found, world = [num_connections(int(os.environ["MASTER_PORT"]))], World(dist.get_rank(), 2, 0, 1, CPU)
+    mesh = build_mesh(settings, world)
+    watch = Watch(settings, world, mesh.log)
+    with watch.running():
+        state = build(settings, mesh, CPU)
+        own = Recovery(settings.checkpoint, folder, state, DATA, lambda _: None, lambda: None, lambda _: None)
+        assert find_nodes(world)
+        name = own.resume("").run
+        own.save_snapshot(Progress(1, 1, name))
+        own.save(Progress(1, 1, name))
+        own.finish()
+        found.append(num_connections(int(os.environ["MASTER_PORT"])))
+    own.release()
+    return found
+
+
+def num_connections(port: int) -> int:
+    """The number of connections of this process to a port."""
+    links = (os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink())
+    own = {link.removeprefix("socket:[").removesuffix("]") for link in links if link.startswith("socket:[")}
+    rows = [row.split() for name in ("tcp", "tcp6") for row in Path("/proc/self/net", name).read_text().splitlines()]
+    return sum(row[2].endswith(f":{port:04X}") and row[9] in own for row in rows[1:])
+
+
+def test_a_rank_has_three_connections_to_the_store(tmp_path):
+    assert run_ranks(2, connections_to_the_store, tmp_path) == [[1, 3], [1, 3]]
 
 
 def steps_with_a_listing_that_is_old_on_a_rank(folder: Path, old_on: int) -> list[int]:

@@ -33,9 +33,8 @@ def join(size: int, store: dist.Store) -> list[dist.Store]:
 def test_keys_of_a_start_that_broke_off_are_ignored():
     """Ranks that ended before they got a reply, and one that ended after its reply, before it was counted."""
     store = dist.HashStore()
-    store.set("start/requests/1", "request of an earlier start")
-    store.set("start/requests/2", "second request of an earlier start")
-    store.set("start/replies/request of an earlier start", "7")
+    store.set("start/requests", "first-of-an-earlier-start\nsecond-of-an-earlier-start\n")
+    store.set("start/replies/first-of-an-earlier-start", "7")
     join(3, store)[0].set("word", "")
     assert not join(3, store)[2].check(["word"])
 

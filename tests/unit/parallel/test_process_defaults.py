@@ -1,6 +1,7 @@
 """A rank's process gets the threads, cores and options that torchrun leaves unset, and keeps what the user has set."""
 
 import os
+import resource
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,6 +32,14 @@ def test_launches_are_ordered_only_if_asked_and_nccls_record_goes_to_the_run_unl
         assert "CUBLAS_WORKSPACE_CONFIG" not in environment
         defaults.set_variables(environment, False, None, fixes_kernels=True)
         assert environment["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+
+
+def test_a_process_may_open_as_many_files_as_its_hard_limit_allows():
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before[1] // 2, before[1]))
+    start_world(StartOptions(device="cpu"))
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from parallel import stopping
+from parallel.process_defaults import raise_file_limit
 from parallel.stopping import Stopping
 from tests.programs import start_forked, wait_for_end
 
@@ -92,8 +93,10 @@ def test_ranks_agree_on_a_step_to_save_after_when_the_last_save_was_long_ago():
     assert due(7, 180) == [True, True]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_asks_to_stop_and_its_handler_is_restored_after_the_block(number):
+@pytest.mark.parametrize(("number", "num_open"), [(signal.SIGTERM, 0), (signal.SIGINT, 1024)])
+def test_a_signal_asks_to_stop_and_its_handler_is_restored_after_the_block(number, num_open):
+    raise_file_limit()
+    open_files = [os.dup(0) for _ in range(num_open)]  # such as those of a blend of many corpora
     before, threads, files = signal.getsignal(number), set(threading.enumerate()), os.listdir("/proc/self/fd")
     store = dist.HashStore()
     stop, peer = (Stopping(store, rank, 2, clock=lambda: 0.0) for rank in range(2))
@@ -109,6 +112,8 @@ def test_a_signal_asks_to_stop_and_its_handler_is_restored_after_the_block(numbe
     assert signal.set_wakeup_fd(-1) == -1
     assert set(threading.enumerate()) <= threads
     assert os.listdir("/proc/self/fd") == files
+    for descriptor in open_files:
+        os.close(descriptor)
 
 
 def test_a_store_that_fails_is_asked_again_after_a_pause(monkeypatch):

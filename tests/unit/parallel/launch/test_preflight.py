@@ -64,6 +64,12 @@ def nodes(**odd: object) -> list[NodeFacts]:
         ({"disk_bytes_per_second": 4e7}, None),
         ({"free_bytes": 2**30}, None),
         ({"shares_folder": False}, "n2: /shared/runs is not the disk of n1; choose a folder that all nodes share"),
+        ({"max_files": 1024, "num_files": 1024}, None),
+        (
+            {"max_files": 1024, "num_files": 1025},
+            "n2: a process may open 1024 files, 1025 are needed, for the store's 3 connections of each rank or for the "
+            "data; raise the hard limit (ulimit -Hn)",
+        ),
     ],
 )
 def test_a_node_that_differs_is_named_with_what_differs(odd, problem):
