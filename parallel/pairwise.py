@@ -2,7 +2,7 @@
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
 
@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-Receive = Callable[[int, int], Tensor]  # (rank that sends, bytes) -> uint8 tensor of that length to receive in
 Allocate = Callable[[Tensor, int], Tensor]  # (like, numel) -> uninitialized (numel,), dtype and device of `like`
 
 # The exchanges under way in each group: what waits for one, its messages until then, and their time limit. Gloo forgets
@@ -130,36 +129,6 @@ class PairwiseMessages:
         wait = partial(_wait, works, self._timeout)
         under_way.append((weakref.ref(wait), works, self._timeout))
         return wait
-
-
-def new_bytes(_source: int, num_bytes: int) -> Tensor:
-    """Return an uninitialized tensor of bytes."""
-    return torch.empty(num_bytes, dtype=torch.uint8)
-
-
-class SideMessages:
-    """Exchanges of bytes in host memory among all ranks of the job, which make the same calls, one at a time.
-
-    They go over gloo and have a process group of their own: a thread beside training does not meet the collectives of
-    a step.
-    """
-
-    def __init__(self) -> None:
-        self._rank, self._size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        self._messages = PairwiseMessages(dist.new_group(backend="gloo")) if self._size > 1 else None
-
-    def exchange(self, sent: Mapping[int, Tensor], receive: Receive = new_bytes) -> dict[int, Tensor]:
-        """Send tensors of bytes to ranks, and return what other ranks have sent, by rank, in memory of `receive`."""
-        if self._messages is None:
-            return {}
-        none = torch.empty(0, dtype=torch.uint8)
-        parts = [sent.get(rank, none) for rank in range(self._size)]
-        found = [torch.zeros(1, dtype=torch.int64) for _ in parts]
-        self._messages.exchange([torch.tensor([len(part)]) for part in parts], found)()
-        numels = [0 if rank == self._rank else int(number) for rank, number in enumerate(found)]
-        received = [receive(rank, numel) if numel else none for rank, numel in enumerate(numels)]
-        self._messages.exchange(parts, received)()
-        return {rank: part for rank, part in enumerate(received) if len(part)}
 
 
 def complete_all() -> None:

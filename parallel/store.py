@@ -32,9 +32,9 @@ class SharedStore(dist.PrefixStore):
         self._waits = dist.PrefixStore("shared", store.clone())  # type: ignore[attr-defined]
         self._turn = threading.Lock()
 
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Wait until the keys are set. Raises DistStoreError if the time is over."""
-        timeout = self.timeout if timeout is None else timeout
+        timeout = self.timeout if timeout is None else timeout  # type: ignore[attr-defined]
         if self._turn.acquire(blocking=False):
             try:
                 self._waits.wait(keys, timeout)

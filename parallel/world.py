@@ -5,6 +5,7 @@ It works under `torchrun` and under plain `python`.
 """
 
 import os
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -41,6 +42,7 @@ START_REMEDY = "start ranks with torchrun, or unset RANK, WORLD_SIZE, LOCAL_RANK
 NUMBERS_OF_RANKS = range(1, 2**20 + 1)
 SHOWN_CHARACTERS = 60  # of a variable in an error
 LAUNCH_VARIABLE = "ZERO_START_OF_LAUNCH"  # "LAUNCH NUMBER", set by parallel.launch.elastic
+DISCARD_PORT = 9  # to which a route is asked for
 START_SECONDS = 600.0  # for which ranks wait for each other at the start of a job
 FOREVER = timedelta(days=365)
 # A collective times out after this many times `hang_seconds`. The watchdog of parallel/watchdog.py, which names the
@@ -132,6 +134,17 @@ def _check_rendezvous() -> None:
     _number("MASTER_PORT", 0, range(2**16))
 
 
+def address_of_node() -> str:
+    """Return an address by which the ranks of all nodes reach this one: they have reached that of the first node."""
+    first = os.environ.get("MASTER_ADDR", "localhost")
+    if rank_from_environment() == _place_on_node()[0]:
+        return first
+    family, kind, *_, address = socket.getaddrinfo(first, DISCARD_PORT, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)  # sends nothing, and finds the route
+        return probe.getsockname()[0]
+
+
 def start_of_launch() -> tuple[str, int] | None:
     """Return (launch, number of its present start) if an elastic launch has started this process, else None.
 
@@ -216,7 +229,7 @@ def _store_of_this_start(store: dist.Store, rank: int, size: int, timeout_second
         while store.add(f"start/{number}/num_joined", 0) < size - 1:
             requests = store.get("start/requests").decode().split() if store.check(["start/requests"]) else []
             if new := [request for request in requests if request not in answered]:
-                store.multi_set([f"start/replies/{request}" for request in new], [str(number)] * len(new))
+                store.multi_set([f"start/replies/{request}" for request in new], [str(number)] * len(new))  # type: ignore[attr-defined]
                 answered.update(new)
             if time.monotonic() > deadline:
                 raise TimeoutError(f"not all of the {size - 1} other ranks have joined this start of the job in time")

@@ -1,128 +1,87 @@
-"""The parts of a snapshot that a rank needs of other nodes, fetched into files with holes.
+"""The files of a snapshot as one rank sees them, in a folder of its own, which `TensorFile` reads as any other.
 
-    layout.json    from a node that has it
-    rank-N         on this node: a link. Elsewhere: a file of its size, of which these bytes are fetched, in this order:
-                   the header's length, the header, what is not sharded if it is this rank's own, and what a trial reads
+    layout.json    a link, or that of another node
+    rank-N         a link, if this node has it. Elsewhere: a file of its size with holes, of which another rank sends
+                   the bytes that are read, before they are read
 
-A trial loads the state from the files as they are, and records what it reads: holes are zeros. Headers alone decide
-what is read, so a second load then reads the same bytes, and all of them are there. Those who send have verified them.
+So a rank asks for the headers and the bytes that it needs, and for no others, however many files there are. Those who
+send have verified them.
 """
 
+import json
 import os
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
-from torch import Tensor
+import torch.distributed as dist
 
-from parallel.pairwise import SideMessages
+from gpt.checkpoint.peer_files import Peer, PeerFiles
+from parallel.validation.errors import ConfigError
 from parallel.validation.paths import remove
-from zero.checkpoint.layout_file import LAYOUT, rank_file
+from zero.checkpoint.layout_file import LAYOUT
 from zero.checkpoint.rank_state import RankState
-from zero.checkpoint.saved_state import PART_NAME, SavedState
-
-LAYOUT_NUMBER = -1  # of layout.json among the files
-LENGTH_BYTES = 8  # at the beginning of a file: the bytes of its header
-
-
-class Piece(NamedTuple):
-    """Some bytes of one file."""
-
-    file: int
-    offset: int
-    num_bytes: int
+from zero.checkpoint.saved_state import SavedState
 
 
 class Parts:
-    """The files of a snapshot, `generation`, as one rank sees them. All ranks make the same calls.
+    """The files of a snapshot, `generation`, in `folder`; call `delete` at the end.
 
-    `found` says which ranks have layout.json, and which have verified each file; `node` are the ranks of this node.
+    The keys `key`/NAME in the store say which ranks have each file, and `node` are those of this node.
     """
 
     def __init__(
-        self, generation: Path, found: Mapping[str, Any], node: Sequence[int], messages: SideMessages, name: str
+        self, generation: Path, store: dist.Store, key: str, node: Sequence[int], peers: PeerFiles | None, name: str
     ):
-        self._generation, self._folder, self._messages = generation, generation.with_name(name), messages
-        self._found = found
-        here = set(node)
-        self._absent = [number for number, ranks in enumerate(found["files"]) if not here & set(ranks)]
-        self._has_layout = bool(here & set(found["layouts"]))
-        self.delete()
-        self._folder.mkdir()
-        for number in set(range(len(found["files"]))) - set(self._absent):
-            rank_file(self._folder, number).symlink_to(rank_file(generation, number).absolute())
-
-    def take_layout(self) -> Path:
-        """Return a folder with layout.json."""
-        if self._has_layout:
-            (self._folder / LAYOUT).symlink_to((self._generation / LAYOUT).absolute())
-        else:
-            (self._folder / LAYOUT).touch()
-        self._fetch([] if self._has_layout else [Piece(LAYOUT_NUMBER, 0, self._found["layout_bytes"])])
-        return self._folder
+        self.folder = generation.with_name(name)
+        self._generation, self._store, self._key, self._node, self._peers = generation, store, key, node, peers
+        self._connections = ExitStack()
+        self._peer = cache(self._connect)
+        self._holder: dict[Path, int] = {}  # of the files that this node does not have
+        remove(self.folder)
+        self.folder.mkdir()
+        layout, num_bytes = self.folder / LAYOUT, json.loads(store.get(f"{key}/bytes"))
+        self._take(layout, LAYOUT, num_bytes)
+        self._read(layout, 0, num_bytes)
 
     def load(self, own: RankState, layout: Mapping[str, Any]) -> None:
-        """Fetch what this rank needs of other nodes, and load it."""
-        for number in self._absent:
-            self._path(number).touch()
-            os.truncate(self._path(number), layout["files"][number][1])
-        self._fetch([Piece(number, 0, LENGTH_BYTES) for number in self._absent])
-        self._fetch([Piece(number, LENGTH_BYTES, self._header_bytes(number)) for number in self._absent])
-        read: dict[Piece, None] = {}
-        numbers = {self._path(number): number for number in self._absent}
+        """Load what this rank needs, and fetch it from other nodes if this one does not have it."""
 
         def on_read(path: Path, offset: int, num_bytes: int) -> None:
-            if path in numbers and num_bytes:
-                read[Piece(numbers[path], offset, num_bytes)] = None
+            if not path.exists():
+                number = int(path.stem.rpartition("-")[2])
+                self._take(path, str(number), layout["files"][number][1])
+            self._read(path, offset, num_bytes)
 
-        saved = SavedState(self._folder, layout["state"], on_read)
-        file = saved.file(own.number_of_own(saved))
-        for name in file.entries:
-            if not PART_NAME.fullmatch(name):
-                file.tensor(name)
-        self._fetch(list(read))  # among it the random states, which zeros are not
-        read.clear()
-        own.load_verified(saved, layout)
-        self._fetch(list(read))
-        own.load_verified(saved, layout)
+        own.load_verified(SavedState(self.folder, layout["state"], on_read), layout)
 
     def delete(self) -> None:
         """Delete what was fetched; what is on this node stays."""
-        remove(self._folder)
+        self._connections.close()
+        remove(self.folder)
 
-    def _path(self, number: int, folder: Path | None = None) -> Path:
-        folder = folder or self._folder
-        return folder / LAYOUT if number == LAYOUT_NUMBER else rank_file(folder, number)
+    def _take(self, path: Path, name: str, num_bytes: int) -> None:
+        """Make a link to a file of this node, or a file with holes."""
+        ranks = json.loads(self._store.get(f"{self._key}/{name}"))
+        if not set(ranks).isdisjoint(self._node):
+            path.symlink_to((self._generation / path.name).absolute())
+            return
+        self._holder[path] = ranks[self._node[0] % len(ranks)]
+        path.touch()
+        os.truncate(path, num_bytes)
 
-    def _header_bytes(self, number: int) -> int:
-        with self._path(number).open("rb") as file:
-            return int.from_bytes(file.read(LENGTH_BYTES), "little")
+    def _read(self, path: Path, offset: int, num_bytes: int) -> None:
+        if path in self._holder and num_bytes:
+            rank, name = self._holder[path], f"{self._generation.name}/{path.name}"
+            try:
+                self._peer(rank).get(name, offset, num_bytes, path)
+            except (ConnectionError, TimeoutError) as error:  # a restart mends it
+                raise RuntimeError(f"Connection closed by peer: rank {rank} does not send {name}: {error}") from error
+            except OSError as error:
+                raise ConfigError(f"rank {rank} does not send {name} of the snapshot: {error}; start again") from error
 
-    def _fetch(self, pieces: list[Piece]) -> None:
-        """Fetch pieces of files that this node does not have, and send to others what they ask this rank for."""
-        wanted: defaultdict[int, list[Piece]] = defaultdict(list)
-        for piece in pieces:
-            has = self._found["layouts"] if piece.file == LAYOUT_NUMBER else self._found["files"][piece.file]
-            wanted[has[0]].append(piece)
-        asked = self._messages.exchange({rank: _as_bytes(of_rank) for rank, of_rank in wanted.items()})
-        sent = {rank: self._read(request.view(torch.int64).view(-1, 3).tolist()) for rank, request in asked.items()}
-        for rank, received in self._messages.exchange(sent).items():
-            for piece, part in zip(wanted[rank], received.split([p.num_bytes for p in wanted[rank]]), strict=True):
-                with self._path(piece.file).open("r+b") as file:
-                    file.seek(piece.offset)
-                    file.write(part.numpy())
-
-    def _read(self, pieces: list[list[int]]) -> Tensor:
-        out, done = torch.empty(sum(num_bytes for *_, num_bytes in pieces), dtype=torch.uint8), 0
-        for number, offset, num_bytes in pieces:
-            with self._path(number, self._generation).open("rb", buffering=0) as file:
-                file.seek(offset)
-                file.readinto(out.numpy()[done : done + num_bytes].data)
-            done += num_bytes
-        return out
-
-
-def _as_bytes(pieces: list[Piece]) -> Tensor:
-    return torch.tensor(pieces, dtype=torch.int64).view(-1).view(torch.uint8)
+    def _connect(self, rank: int) -> Peer:
+        assert self._peers is not None  # a node without peers has all files
+        return self._connections.enter_context(self._peers.connected(rank))

@@ -49,6 +49,7 @@ DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 HEADER: Schema = {str: {"dtype": set(DTYPES), "shape": [COUNT], "data_offsets": (COUNT, COUNT)}}
 METADATA = "__metadata__"
 MAX_DIMS = 64
+LENGTH_BYTES = 8  # at the beginning of a file: the bytes of its header
 OnRead = Callable[[Path, int, int], None]
 
 
@@ -92,17 +93,19 @@ class TensorEntry:
 
 
 class TensorFile:
-    """A reader of any range of any tensor of a safetensors file; `on_read` hears of (file, offset, bytes) of each read.
+    """A reader of any range of any tensor of a safetensors file.
 
-    The types, shapes and offsets of all tensors are compared with the size of the file. Raises ConfigError if the file
-    cannot be read, or is not a safetensors file.
+    The types, shapes and offsets of all tensors are compared with the size of the file. `on_read` hears of (file,
+    offset, bytes) before each read, also of the header. Raises ConfigError if the file cannot be read, or is not a
+    safetensors file.
     """
 
     def __init__(self, path: Path, on_read: OnRead = lambda _path, _offset, _num_bytes: None):
         self.path, self._on_read = path, on_read
+        on_read(path, 0, LENGTH_BYTES)
         try:
             self._file = path.open("rb", buffering=0)
-            self.entries, self.metadata = _read_header(self._file, path)
+            self.entries, self.metadata = _read_header(self._file, path, on_read)
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
 
@@ -170,13 +173,14 @@ def _are_alike(saved: torch.dtype, present: torch.dtype) -> bool:
     return saved.is_floating_point == present.is_floating_point and saved.is_complex == present.is_complex
 
 
-def _read_header(file: BinaryIO, path: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+def _read_header(file: BinaryIO, path: Path, on_read: OnRead) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     """Return the tensors of an open file and its metadata. Raises ConfigError unless the tensors fill the file."""
     file_bytes = os.fstat(file.fileno()).st_size
-    header_bytes = int.from_bytes(file.read(8), "little")
-    data_offset = 8 + header_bytes
-    if not 8 < data_offset <= file_bytes:
+    header_bytes = int.from_bytes(file.read(LENGTH_BYTES), "little")
+    data_offset = LENGTH_BYTES + header_bytes
+    if not LENGTH_BYTES < data_offset <= file_bytes:
         raise ConfigError(f"{path} is damaged: its header would have {header_bytes} of its {file_bytes} bytes")
+    on_read(path, LENGTH_BYTES, header_bytes)
     header = parse_json(file.read(header_bytes), {str: dict}, path)
     metadata = header.pop(METADATA, {})
     check(metadata, {str: str}, path)
@@ -215,7 +219,7 @@ def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes
         start = stop
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
 def _chunks(tensor: Tensor) -> Iterator[memoryview]:

@@ -1,8 +1,10 @@
 """Snapshots in the folders of several nodes: a run goes on from the newest complete one, whatever was lost."""
 
 import logging
+import os
 import re
 import shutil
+import socket
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,15 +16,19 @@ import torch.distributed as dist
 from gpt.builder.train_state import TrainState
 from gpt.checkpoint import snapshots
 from gpt.checkpoint.layout import Progress
+from gpt.checkpoint.parts import Parts
+from gpt.checkpoint.peer_files import PeerFiles
 from gpt.checkpoint.snapshots import Snapshots
 from gpt.settings.run import CheckpointSettings
 from lab.faults.damage import cut_off, flip_bit
+from parallel.store import shared_store
 from tests.distributed.gpt.test_checkpoint_layouts import GLOBAL_BATCH, LayoutCase, build, train
 from tests.pairwise import noting
 from tests.ranks import run_ranks
 
 NUM_STEPS = 6
 RUN = Path("/run")  # of which only the name is used
+TOKEN_OF_JOB = "1234567890abcdef" * 2
 
 
 class Resumed(NamedTuple):
@@ -50,6 +56,66 @@ def saved(case: LayoutCase, folder: Path, num_nodes: int) -> list[float]:
             own.save(Progress(step, step * GLOBAL_BATCH, "run"))
     own.settle()
     return losses
+
+
+def sockets_of_snapshots(case: LayoutCase, folder: Path) -> int:
+    """The sockets that a rank has opened for snapshots, of nodes of one rank each, and keeps when one is complete."""
+    state, _ = build(case), shared_store()
+    before = num_sockets()
+    own = snapshots_of(state, folder, case.num_ranks)
+    own.save(Progress(1, GLOBAL_BATCH, "run"))
+    own.settle()
+    dist.barrier()
+    return num_sockets() - before
+
+
+def num_sockets() -> int:
+    links = (os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink())
+    return sum(link.startswith("socket:") for link in links)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_rank_keeps_one_socket_for_snapshots_however_many_ranks_there_are(tmp_path: Path, num_ranks: int):
+    assert run_ranks(num_ranks, sockets_of_snapshots, LayoutCase(2, data=num_ranks), tmp_path) == [1] * num_ranks
+
+
+def exchanged(folder: Path) -> list[object]:
+    """The finds of the first rank when it has put a file, fetched a part of it, and asked for what it must not have."""
+    rank, found = dist.get_rank(), []
+    own = folder / str(rank)
+    own.mkdir()
+    peers = PeerFiles(own, rank, "127.0.0.1", TOKEN_OF_JOB)
+    if rank == 0:
+        (own / "sent").write_bytes(bytes(range(200)) * 50_000)
+        (own / "holes").touch()
+        with peers.connected(1) as peer:
+            peer.put(own / "sent", "new/received")
+            with pytest.raises(OSError, match="No such file"):
+                peer.get("missing", 0, 1, own / "holes")
+            peer.get("new/received", 5, 3, own / "holes")
+            found = [(own / "holes").read_bytes(), (folder / "1/new/received").stat().st_size]
+            with pytest.raises(ConnectionError):
+                peer.get("../0/sent", 0, 1, own / "holes")
+        port = int(shared_store().get(f"files/{TOKEN_OF_JOB}/1").decode().split()[0])
+        with socket.create_connection(("127.0.0.1", port), 60) as stranger:
+            stranger.sendall(b"0" * 32)
+            found.append(stranger.recv(1))
+    dist.barrier()
+    return found
+
+
+def test_files_are_put_and_fetched_in_parts_by_ranks_of_the_job_alone(tmp_path: Path):
+    expected = [bytes(5) + bytes([5, 6, 7]), 10_000_000, b""]
+    assert run_ranks(2, exchanged, tmp_path) == [expected, []]
+
+
+def test_a_rank_that_is_lost_while_another_one_fetches_is_not_an_error_of_the_user(tmp_path: Path):
+    peers, store = PeerFiles(tmp_path, 1, "127.0.0.1", TOKEN_OF_JOB), dist.HashStore()
+    peers.close()
+    store.set("key/bytes", "10")
+    store.set("key/layout.json", "[1]")
+    with pytest.raises(RuntimeError, match="Connection refused"):
+        Parts(tmp_path / "step-00000001", store, "key", [0], peers, ".resume")
 
 
 def resumed(case: LayoutCase, folders: list[Path], num_nodes: int, after: int = 0) -> list[Resumed]:
