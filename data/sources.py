@@ -31,10 +31,10 @@ PREPARED = (".tokenizer.json", ".json", ".rejected.jsonl", ".cache")  # ends of 
 DATASETS_FILES = ("state.json", "dataset_dict.json")  # in a folder written by save_to_disk
 NOT_IN_STDLIB = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 NOT_IN_STDLIB |= {"encodings", "pydoc_data"}  # generated tables, a fifth of all tokens
-PARQUET_ROWS = 256  # that are read at once
+PARQUET_ROWS = 16  # that are read at once: a dictionary makes documents of any size of a few bytes
 MAX_KEYS_SHOWN = 200  # characters of the names of keys, in an error message
 MAX_DOCUMENT_BYTES = 64 << 20  # a document is encoded as a whole, which takes many times its size in memory
-MAX_LINE_BYTES = 2 * MAX_DOCUMENT_BYTES  # of JSON, in which a document may have escapes and other keys beside it
+MAX_LINE_BYTES = 2 * MAX_DOCUMENT_BYTES  # of JSON, in which a document may have escapes and other keys; of a row
 MAX_SKIPPED_LINES = 8  # parts as long as a line that are read to find the end of one that is too long
 
 # Columns of text in Arrow, and the types as which their bytes are read
@@ -282,16 +282,31 @@ def _read_parquet(path: str, text_key: str) -> Iterator[Document]:
             if is_dictionary:
                 kinds[text_key] = kinds[text_key].value_type
             _check_column(path, text_key, {name: str(kind) for name, kind in kinds.items()})
+            _check_row_groups(path, file.metadata, text_key)
             weight = os.path.getsize(path) / max(file.metadata.num_rows, 1)
             batches = file.iter_batches(batch_size=PARQUET_ROWS, columns=[text_key])
             # As bytes, which `text_of` decodes: a column of text may hold what is not UTF-8.
             columns = (batch.column(0) for batch in batches)
             columns = (column.dictionary_decode() for column in columns) if is_dictionary else columns
-            texts = chain.from_iterable(column.cast(BYTES_OF[str(column.type)]).to_pylist() for column in columns)
+            texts = chain.from_iterable(column.cast(BYTES_OF[str(column.type)]) for column in columns)
             for number, text in enumerate(texts, 1):
-                yield Document(path, number, text, weight)
+                yield Document(path, number, text.as_py(), weight)
     except (OSError, pyarrow.ArrowException) as error:
         raise DataError(f"cannot read {path} as Parquet: {error}; correct it or leave it out") from None
+
+
+def _check_row_groups(path: str, metadata: Any, text_key: str) -> None:
+    """Raise DataError if documents of a row group are too large on average: one of them is decoded as a whole."""
+    for group in map(metadata.row_group, range(metadata.num_row_groups)):
+        for column in map(group.column, range(group.num_columns)):
+            if (
+                column.path_in_schema == text_key
+                and column.total_uncompressed_size > max(group.num_rows, 1) * MAX_LINE_BYTES
+            ):
+                raise DataError(
+                    f"{path} has {column.total_uncompressed_size:,} bytes of {text_key} in {group.num_rows} rows, more "
+                    f"than {MAX_LINE_BYTES:,} in each; split its documents"
+                )
 
 
 def _dataset_shard(name: str, config: str | None, split: str, text_key: str) -> Shard:

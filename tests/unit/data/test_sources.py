@@ -2,7 +2,9 @@
 
 import gzip
 import json
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -10,6 +12,7 @@ from pyarrow import parquet
 
 from data.errors import DataError
 from data.sources import Document, Shard, Source, _read_rows, text_of
+from tests.fuzz import bounded_work
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.parquet"])
@@ -52,6 +55,19 @@ def test_a_column_of_parquet_may_be_a_dictionary_of_texts(tmp_path: Path):
     for name in ("number", "list"):
         with pytest.raises(DataError, match=f"has no column of text called {name}"):
             list(Source([str(tmp_path / "a.parquet")], name).documents())
+
+
+def test_a_small_parquet_file_of_large_documents_does_not_fill_the_memory(tmp_path: Path, monkeypatch: Any):
+    """A dictionary has one document for hundreds of rows, and a page of one row has many bytes."""
+    texts, file = pa.DictionaryArray.from_arrays([0] * 300, ["a" * 2**22]), str(tmp_path / "a.parquet")
+    parquet.write_table(pa.table({"text": texts}), file, compression="zstd", dictionary_pagesize_limit=2**30)
+    with bounded_work():
+        document, *_ = islice(Source([file]).documents(), 20)
+    assert len(text_of(document, "text")) == 2**22
+    monkeypatch.setattr("data.sources.MAX_LINE_BYTES", 1000)
+    parquet.write_table(pa.table({"text": ["a" * 2001, "b"]}), file)
+    with pytest.raises(DataError, match=r"has \d,\d+ bytes of text in 2 rows, more than 1,000 in each; split"):
+        next(Source([file]).documents())
 
 
 def test_a_parquet_file_without_rows_has_no_documents(tmp_path: Path):
