@@ -23,6 +23,7 @@ from parallel.validation.errors import ConfigError, check_type
 from zero.checkpoint.adam import are_alike, class_names, load_counters
 from zero.checkpoint.layout_file import FORMAT, describe_layout, verify_file
 from zero.checkpoint.saved_state import MASTER, SavedState, TensorRank, elements_per_value, saved_parameters
+from zero.checkpoint.schema import shown
 from zero.core.step.pieces import Piece
 from zero.data_parallel import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
@@ -126,15 +127,15 @@ class RankState:
         for name in [*here, *there]:
             if there.get(name) != here.get(name):
                 raise ConfigError(
-                    f"checkpoint {checkpoint} is of another model: {name} is {there.get(name, 'missing')} there and "
-                    f"{here.get(name, 'missing')} in this run; {remedy}"
+                    f"checkpoint {checkpoint} is of another model: {shown(name)[1:-1]} is "
+                    f"{there.get(name, 'missing')} there and {here.get(name, 'missing')} in this run; {remedy}"
                 )
         if self.optimizer is not None and layout["optimizer"] == NO_OPTIMIZER:
             raise ConfigError(f"checkpoint {checkpoint} has weights alone; load it without an optimizer")
         if self.optimizer is not None and not are_alike(layout["optimizer"], present["optimizer"]):
             raise ConfigError(
-                f"checkpoint {checkpoint} was saved with the optimizer {layout['optimizer']}, this run has "
-                f"{present['optimizer']}; resume it with the program that wrote it"
+                f"checkpoint {checkpoint} was saved with the optimizer {shown(layout['optimizer'])[1:-1]}, "
+                f"this run has {present['optimizer']}; resume it with the program that wrote it"
             )
 
     def load(self, checkpoint: Path, layout: Mapping[str, Any], save: str) -> None:
