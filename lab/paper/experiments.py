@@ -14,6 +14,7 @@ from lab.pages.markdown import ROOT
 
 PAPER, CONFIGS = ROOT / "docs/paper", ROOT / "configs/paper"
 CLUSTER_FILE = ROOT / "configs/clusters/dgx-2.yaml"
+SEQ_LENGTH = 1024  # of all rows
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Experiment:
         Operations are counted as the authors do: 8 x parameters x tokens.
         """
         parameters = 12 * int(self.row["layers"]) * int(self.row["hidden"]) ** 2
-        return 8 * parameters * int(self.row["total_batch"]) * 1024 / self.num_gpus / seconds / 1e12
+        return 8 * parameters * int(self.row["total_batch"]) * SEQ_LENGTH / self.num_gpus / seconds / 1e12
 
     def settings(self) -> Settings:
         return parsed(CONFIGS / self.figure / f"{self.name}.yaml", self.num_gpus)

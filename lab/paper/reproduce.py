@@ -4,7 +4,7 @@
     python -m lab.paper.reproduce figure2 table1      prints these parts, writes their plots, and leaves the page
 
 Each configuration is run dry at two depths and extrapolated to its own (lab/planner/depth.py). Dry runs are kept in
-runs/paper/dry. Runs on a real cluster are read from runs/paper/FIGURE/NAME/metrics.jsonl and get a column of their own.
+runs/paper/dry. Runs on a real cluster are read from runs/paper/FIGURE/NAME and get a column of their own.
 """
 
 import argparse
@@ -16,6 +16,7 @@ from lab.pages.markdown import table, with_blocks
 from lab.paper import memory, throughput
 from lab.paper.experiments import PAPER
 from lab.paper.results import Part
+from parallel.validation.errors import exit_on_config_error
 
 PARTS: dict[str, Callable[[], Part]] = {
     "table1": memory.table_1,
@@ -54,4 +55,5 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    with exit_on_config_error():
+        main(sys.argv[1:])

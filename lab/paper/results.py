@@ -2,17 +2,23 @@
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
-from gpt.run_folder.files import read_steps
+from gpt.run_folder.files import CONFIG, read_steps
+from gpt.settings.parser import parse_settings
 from gpt.settings.settings import Settings
 from lab.measure.cluster import ClusterSpec
 from lab.paper.calibrate import CALIBRATED
-from lab.paper.experiments import CLUSTER_FILE, ROOT, Experiment, experiments
+from lab.paper.experiments import CLUSTER_FILE, ROOT, SEQ_LENGTH, Experiment, experiments
 from lab.planner.depth import DepthExtrapolation, Estimate, extrapolate, shallow_runs
+from parallel.validation.fields import shown
 
 Part = tuple[str, list[str]]  # the status of a table or figure, and the lines of its section
 KEPT_RUNS = ROOT / "runs/paper/dry"
 CLUSTER = ClusterSpec.load(CLUSTER_FILE)
+FREE = {  # settings of `train` in which a run may differ from its row: how long it is, and what it logs
+    f"train.{name}" for name in ("steps", "seed", "log_every", "eval_samples", "sample_tokens", "peak_tflops")
+}
 
 
 @dataclass(frozen=True)
@@ -69,6 +75,23 @@ def residual_bytes() -> float:
 
 
 def measured_here(experiment: Experiment) -> str:
-    """Return the TFLOPs a GPU of a run on a real cluster; "" if there is none."""
-    steps = read_steps(ROOT / "runs/paper" / experiment.figure / experiment.name)
-    return f"{steps[-1]['hardware_tflops_per_device']:.1f}" if steps else ""
+    """Return the TFLOPs a GPU of a run on a real cluster, counted as those of the row; "" if there is none.
+
+    If the run is not the one of the row, return the first difference.
+    """
+    folder = ROOT / "runs/paper" / experiment.figure / experiment.name
+    if not (steps := read_steps(folder)):
+        return ""
+    found = _compared(parse_settings([f"--config={folder / CONFIG}", f"--run.dir={folder}"]), steps[-1].get("ranks"))
+    for name, expected in _compared(experiment.settings(), experiment.num_gpus).items():
+        if found[name] != expected:
+            return f"another run: {name}={shown(found[name])}, not {shown(expected)}"
+    tokens = int(experiment.row["total_batch"]) * SEQ_LENGTH
+    return f"{experiment.tflops(tokens / steps[-1]['tokens_per_second']):.1f}"
+
+
+def _compared(settings: Settings, num_ranks: float | None) -> dict[str, Any]:
+    """Return what a run and its row must have in common, by name."""
+    groups = "model", "parallel", "zero", "activations", "offload", "optimizer", "train"
+    values = {f"{group}.{name}": value for group in groups for name, value in vars(getattr(settings, group)).items()}
+    return {name: value for name, value in values.items() if name not in FREE} | {"ranks": num_ranks}

@@ -5,8 +5,10 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
-from lab.paper import reproduce, throughput
-from lab.paper.experiments import Experiment, experiments
+from gpt.run_folder.files import NUMBERS_OF_A_STEP, append_records, start_run
+from gpt.settings.parser import parse_settings
+from lab.paper import reproduce, results, throughput
+from lab.paper.experiments import CONFIGS, Experiment, experiments
 from lab.paper.results import CLUSTER, Result
 from lab.planner.depth import DepthExtrapolation, Estimate
 
@@ -58,6 +60,32 @@ def test_a_run_that_does_not_leave_the_reserve_is_out_of_memory_and_has_no_rate(
     fitting, oom = throughput.throughput_table([just_fits, too_large])[2:]
     assert "OOM" not in fitting
     assert "| OOM |" in oom
+
+
+@pytest.mark.parametrize(
+    ("options", "num_ranks", "cell"),
+    [
+        ([], 400, "36.0"),
+        (["--train.steps=7", "--schedule.warmup_steps=0"], 400, "36.0"),
+        ([], 384, "another run: ranks=384, not 400"),
+        (["--zero.stage=1"], 400, "another run: zero.stage=1, not 2"),
+        (["--train.micro_batch_size=1"], 400, "another run: train.micro_batch_size=1, not 32"),
+    ],
+)
+def test_a_run_counts_as_that_of_a_row_only_with_its_settings_and_ranks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: list[str], num_ranks: int, cell: str
+):
+    """Its rate is counted as the paper's are, 8 x parameters x tokens."""
+    monkeypatch.setattr(results, "ROOT", tmp_path)
+    experiment = next(one for one in experiments("figure2") if one.name == "100b-zero-400")
+    assert results.measured_here(experiment) == ""
+    folder, config = tmp_path / "runs/paper/figure2/100b-zero-400", CONFIGS / "figure2/100b-zero-400.yaml"
+    start_run(folder, parse_settings([f"--config={config}", *options]).to_yaml(), 0)
+    tokens_per_second = 36e12 * 400 / (8 * 12 * 125 * 8192**2)
+    record = dict.fromkeys(NUMBERS_OF_A_STEP, 1.0) | {"step": 20, "ranks": num_ranks}
+    record |= {"tokens_per_second": tokens_per_second, "hardware_tflops_per_device": 39.0}
+    append_records(folder, [record])
+    assert results.measured_here(experiment) == cell
 
 
 def test_the_page_has_a_status_for_each_table_and_figure_of_the_paper(monkeypatch: pytest.MonkeyPatch):
