@@ -9,4 +9,4 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 config=$1
 shift
 exec scripts/launch/torchrun.sh --config "$config" --train.steps 20 --train.log_every 5 --train.eval_samples 0 \
-    --train.sample_tokens 0 --schedule.warmup_steps 0 "$@"
+    --train.sample_tokens 0 --schedule.warmup_steps 0 --checkpoint.last false "$@"
