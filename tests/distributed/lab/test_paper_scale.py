@@ -29,7 +29,7 @@ def test_one_trillion_parameters_fit_a_thousand_gpus(name: str):
     settings, cluster = settings_of(name, 1024), ClusterSpec.load(CLUSTER)
     found = extrapolate(shallow_runs(settings), cluster).at(settings.model.num_layers)
     assert found.parameters == pytest.approx(1e12, rel=0.01)
-    assert 16 * found.parameters / 1024 < found.device_peak_bytes < cluster.gpu_memory_bytes
+    assert 16 * found.parameters / 1024 < found.device_peak_bytes < cluster.usable_gpu_bytes
 
 
 def test_an_extrapolation_from_two_depths_meets_a_third():
