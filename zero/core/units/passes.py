@@ -117,7 +117,7 @@ class Passes:
         call_at_end_of_backward(self._end_backward)
 
     def finalize(self) -> None:
-        """End a backward whose end no hook has seen, and one that raised, but for its gradients. None may be running."""
+        """End a backward whose end no hook has seen, and one that raised but for its gradients. None may be running."""
         if self._encloses_ended_backwards:
             self._end_backward()
         elif self._tasks:  # it raised
