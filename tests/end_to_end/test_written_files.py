@@ -1,4 +1,4 @@
-"""What a run writes: nothing through a link, and no secret of its environment.
+"""Files that a run writes: nothing through a link, and no secret of its environment.
 
 The process notes each path that Python writes, removes or renames. Then the run is copied as a tree of links, with a
 link also in the place of all that it has written for a moment, and goes on in the copy, which is reached by a link.
