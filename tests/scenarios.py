@@ -172,7 +172,7 @@ class Run:
     def optimizer(
         self,
         model: Model,
-        kind: type[torch.optim.Optimizer] = torch.optim.SGD,
+        kind: "type[torch.optim.Optimizer] | list[torch.optim.Optimizer]" = torch.optim.SGD,
         groups: list[dict[str, Any]] | None = None,
         *,
         clip_norm: float = math.inf,
@@ -180,6 +180,8 @@ class Run:
         **settings: Any,
     ) -> Optimizer:
         """Return an optimizer, by default one whose updates are proportional to the gradients."""
+        if isinstance(kind, list):
+            return self.of_list(model, kind, clip_norm, skip_unused)
         settings = settings or ({"lr": 0.1, "momentum": 0.9} if kind is torch.optim.SGD else {"lr": 0.01})
         if isinstance(model, PlainModel):
             return self.of_list(model, [kind(groups or model.parameters(), **settings)], clip_norm, skip_unused)

@@ -254,7 +254,7 @@ def test_an_argument_of_another_class_is_refused_by_name(tmp_path):
         (lambda: ZeroOptimizer(model.module, torch.optim.SGD), "`model` .* Linear, not of class ZeroDataParallel"),
         (lambda: ZeroOptimizer(model, torch.optim.SGD, loss_scale=2.0), "`loss_scale` .* float, .* LossScale"),
         (lambda: ZeroOptimizer(model, torch.optim.SGD, tensor=1), "`tensor` .* int, not of class Axis"),
-        *((lambda kind=kind: ZeroOptimizer(model, kind), "(?i)class") for kind in (model, "SGD", nn.Linear)),
+        *((lambda kind=kind: ZeroOptimizer(model, kind), "(?i)class") for kind in (3, "SGD", nn.Linear)),
         (lambda: Saver(model, optimizer.inner), "`optimizer` .* SGD, not of class ZeroOptimizer"),
         (lambda: load(save(tmp_path, model, optimizer), module, optimizer), "`model` .* Linear, .* ZeroDataParallel"),
     ]

@@ -100,6 +100,7 @@ def test_a_parameter_without_a_gradient_warns_once_unless_it_is_skipped():
                 optimizer.step()
         assert [warning.filename for warning in caught] == [__file__] * (not skips)
         assert skips or "14 of 16 parameters, such as embed.weight" in str(caught[0].message)
+    del optimizer
     with pytest.raises(ConfigError, match=r"skip_unused=True .* matrices"):
         ZeroOptimizer(model, Muon, [model.module.head.weight], skip_unused=True)
 
