@@ -1,6 +1,7 @@
 """The tensors in what a module takes and returns: in containers, dataclasses and objects of any class."""
 
 from collections import deque
+from collections.abc import Callable
 from enum import Enum
 from numbers import Number
 from types import ModuleType
@@ -73,3 +74,9 @@ def _slots(cls: type) -> tuple[str, ...]:
     names = (slots,) if isinstance(slots, str) else tuple(slots)
     # Python renames private ones.
     return tuple(f"_{cls.__name__.lstrip('_')}{n}" if n[:2] == "__" and n[-2:] != "__" else n for n in names)
+
+
+def changes(conversion: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> bool:
+    """Return whether a conversion would change the dtype or the device of a tensor, or return something else."""
+    sample = torch.empty((), dtype=tensor.dtype, device=tensor.device)
+    return conversion(sample, *args, **kwargs) is not sample

@@ -22,7 +22,8 @@ _MODULES = {
     "zero.checkpoint.folders.state": "DistributedState",
     "zero.checkpoint.writer": "SaveError",
     "zero.settings.config": "OffloadConfig ZeroConfig",
-    "zero.core.buckets.guarded_parameter": "GradientAccessError ShardedParameterError",
+    "zero.any_module.guarded_parameter": "GradientAccessError",
+    "zero.core.buckets.guard": "ShardedParameterError",
     "zero.core.protocols.extension": "Extension",
     "zero.core.protocols.home": "Home Homes",
     "zero.core.protocols.transport": "AllReduce Direct Transport",
@@ -55,6 +56,7 @@ if TYPE_CHECKING:  # the same names, for type checkers and editors
     from zero import fp8 as fp8
     from zero.activations.checkpointed_blocks import ActivationsConfig as ActivationsConfig
     from zero.activations.checkpointed_blocks import checkpointed_blocks as checkpointed_blocks
+    from zero.any_module.guarded_parameter import GradientAccessError as GradientAccessError
     from zero.checkpoint.checkpoint import Saver as Saver
     from zero.checkpoint.checkpoint import has_checkpoint as has_checkpoint
     from zero.checkpoint.checkpoint import load as load
@@ -64,8 +66,7 @@ if TYPE_CHECKING:  # the same names, for type checkers and editors
     from zero.checkpoint.folders.folder import load_distributed as load_distributed
     from zero.checkpoint.folders.state import DistributedState as DistributedState
     from zero.checkpoint.writer import SaveError as SaveError
-    from zero.core.buckets.guarded_parameter import GradientAccessError as GradientAccessError
-    from zero.core.buckets.guarded_parameter import ShardedParameterError as ShardedParameterError
+    from zero.core.buckets.guard import ShardedParameterError as ShardedParameterError
     from zero.core.protocols.extension import Extension as Extension
     from zero.core.protocols.home import Home as Home
     from zero.core.protocols.home import Homes as Homes

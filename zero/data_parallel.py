@@ -11,7 +11,8 @@ from parallel.mesh import Axis
 from parallel.tensor.split_parameters import split_dims
 from parallel.torch_ranks import AxisLike, as_axis
 from parallel.validation.errors import ConfigError, check_type
-from zero.core.checks import check_module
+from zero.any_module.checks import check_module
+from zero.any_module.guarded_parameter import AnyModule
 from zero.core.engine import Engine, InitialValues
 from zero.core.partition.stage import Lifetime
 from zero.core.protocols.extension import Extension
@@ -46,6 +47,7 @@ class ZeroDataParallel(Engine):
     """
 
     config: ZeroConfig
+    guard_class = AnyModule
 
     def __init__(
         self,

@@ -23,8 +23,8 @@ from parallel.mesh import Axis
 from parallel.torch_internals import real_tensors
 from parallel.torch_ranks import AxisLike, as_axis
 from parallel.validation.errors import ConfigError
+from zero.any_module.checks import IS_COMPLEX
 from zero.core.buckets.flat import absent
-from zero.core.checks import IS_COMPLEX
 from zero.core.partition.layout import overlap
 from zero.core.partition.stage import Lifetime, ShardingPolicy
 from zero.settings.chosen import levels_of

@@ -42,6 +42,7 @@ FLOORS = {
     "zero/core":            "parallel parallel/tensor zero/core/partition zero/core/memory zero/core/protocols "
                             "zero/core/buckets zero/core/units zero/core/step",
 
+    "zero/any_module":      "parallel zero/core/buckets",
     "zero/fp8":             "parallel parallel/tensor zero/core/partition",
     "zero/formulas":        "zero/core/partition",
     "zero/activations":     "parallel parallel/tensor zero/core/memory",
@@ -55,7 +56,8 @@ FLOORS = {
                             "zero/core/step",
     "zero/checkpoint/state_dicts": "parallel zero/core zero/core/*",
     "zero":                 "parallel parallel/tensor zero/core zero/core/* zero/settings zero/extensions "
-                            "zero/transports zero/homes zero/homes/budget zero/updates zero/checkpoint/state_dicts",
+                            "zero/any_module zero/transports zero/homes zero/homes/budget zero/updates "
+                            "zero/checkpoint/state_dicts",
     "zero/checkpoint":      "parallel parallel/tensor zero zero/core zero/core/* zero/settings zero/formulas "
                             "zero/updates",
     "zero/checkpoint/folders": "parallel zero zero/core zero/core/* zero/checkpoint",

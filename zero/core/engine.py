@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, NoReturn, Protocol, Self
+from typing import Any, ClassVar, NoReturn, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +19,12 @@ from torch import Tensor, nn
 from parallel.autograd_internals import restore_parameter_tables
 from parallel.mesh import Axis
 from parallel.tensor.gradient_sums import set_deferred
-from parallel.tensor_tree import cast_floating_point
+from parallel.tensor_tree import cast_floating_point, changes
 from parallel.validation.errors import ConfigError
 from zero.core.buckets.bucket import Bucket, slices_of
 from zero.core.buckets.flat import FlatContext, FlatParameters, is_absent
 from zero.core.buckets.gradients import GradientReducer
-from zero.core.buckets.guarded_parameter import ParameterGuard, changes
-from zero.core.checks import refuse_replacing
+from zero.core.buckets.guard import ParameterGuard
 from zero.core.memory.streams import SideStream
 from zero.core.partition.config import PartitionConfig
 from zero.core.partition.layout import Slice
@@ -72,6 +71,9 @@ class Engine(nn.Module):
     the module.
     """
 
+    guard_class: ClassVar[type[ParameterGuard]] = ParameterGuard
+    """The class of what notices how parameters are read and written beside the engine."""
+
     def __init__(
         self,
         module: nn.Module,
@@ -93,7 +95,7 @@ class Engine(nn.Module):
         self.extensions = Extensions(extensions)
         self.extensions.on_wrap(module, list(own))
         self._access = UnitAccess()
-        self._guard = ParameterGuard({param: name for name, param in module.named_parameters()}, self._access)
+        self._guard = self.guard_class({param: name for name, param in module.named_parameters()}, self._access)
         self._transports = Transports(transport, own.values(), config, data, homes.device)
         unit_numels = [sum(param.numel() for param in params.values()) for params in own.values()]
         numel = self._chosen_bucket_numel(unit_numels, param_dtype or next(module.parameters()).dtype)
@@ -108,12 +110,13 @@ class Engine(nn.Module):
         self.residency = self._make_residency()
         self._passes = Passes(self.reducer, self.extensions)
         if config.policy.full_params is Lifetime.TRANSIENT:
+            self._guard.report_attributes(module)
             scheduler = UnitScheduler(module, self._access, self.residency, self._passes, self.reducer)
             self._hooks: ModuleHooks | PersistentHooks = scheduler.hooks
         else:
             readers = hook_readers(module, self._access.wait_for_updates) if config.overlap_gather else []
             self._hooks = PersistentHooks(self._passes.begin_forward, readers)
-        refuse = Hook(refuse_replacing)
+        refuse = Hook(_refuse_replacing)
         self._hooks.handles += [part.register_load_state_dict_pre_hook(refuse) for part in module.modules()]
         self._hooks.handles += self._passes.watch_gradients()
         self._optimizer_ref: Callable[[], EngineOptimizer | None] = lambda: None
@@ -448,3 +451,17 @@ def _move_buffers(module: nn.Module, data: Axis, device: torch.device | None) ->
         values = data.broadcast_copy(buffer)
         buffer.data = buffer.data.to(device)
         buffer.copy_(values)
+
+
+def _refuse_replacing(_module: nn.Module, _state: Any, _prefix: str, metadata: dict[str, Any], *_: Any) -> None:
+    """Raise ValueError if `load_state_dict` is to replace parameters, and not to copy values to them."""
+    way = None
+    if metadata.get("assign_to_params_buffers"):
+        way = "load_state_dict(assign=True)", "assign=False"
+    elif torch.__future__.get_swap_module_params_on_conversion():
+        way = "torch.__future__.set_swap_module_params_on_conversion(True)", "it to False"
+    if way is not None:
+        raise ValueError(
+            f"{way[0]} would replace parameters that ZeroDataParallel has divided into buckets; set {way[1]}, or load "
+            "the state before the module is wrapped"
+        )

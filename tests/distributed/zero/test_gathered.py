@@ -8,7 +8,7 @@ from parallel.mesh import Axis, Mesh
 from tests.models import build
 from tests.ranks import run_ranks
 from tests.twins import ALL_STAGES, Twins, assert_same_bits, check_all, configs, params_of
-from zero.core.buckets.guarded_parameter import ShardedParameterError
+from zero.core.buckets.guard import ShardedParameterError
 from zero.data_parallel import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
 from zero.settings.config import ZeroConfig

@@ -16,7 +16,7 @@ from parallel.mesh import Work
 from parallel.torch_internals import are_the_same_elements
 from zero.core.buckets.bucket import Bucket, ParamShard, take_changed
 from zero.core.buckets.bucket_gradient import BucketGradient
-from zero.core.buckets.guarded_parameter import ParameterGuard, set_raw_data
+from zero.core.buckets.guard import ParameterGuard, set_raw_data
 from zero.core.memory.staging import free_storage, restore_storage
 from zero.core.memory.streams import SideStream
 from zero.core.partition.config import PartitionConfig

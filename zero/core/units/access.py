@@ -1,21 +1,20 @@
 """Readers of units' parameters beside their own modules, by whatever way, and how long they keep units unsharded.
 
 a module's attribute     its table of parameters reports each access, while a module runs
-values, in Python        a watched parameter reports the operation (zero/core/buckets/guarded_parameter.py)
+values, in Python        a watched parameter reports the operation (zero/any_module/guarded_parameter.py)
 what autograd has saved  hooks on saved tensors report it in backward
 """
 
-from collections.abc import Callable, Iterable
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from parallel.autograd_internals import has_saved_tensors_hooks, replace_parameter_table
+from parallel.autograd_internals import has_saved_tensors_hooks
 from parallel.torch_internals import storage_id
-from zero.core.buckets.guarded_parameter import ShardedParameterError
+from zero.core.buckets.guard import ShardedParameterError
 from zero.core.partition.stage import Lifetime
 from zero.core.units.passes import is_in_backward
 from zero.core.units.unit import Call, Unit
@@ -177,30 +176,3 @@ class SavedRead(NamedTuple):
     tensor: Tensor
     version: int
     unit: Unit
-
-
-class ReportingTable(dict[str, Any]):
-    """The dictionary of a module's parameters, which calls `on_access(param)` before it returns a parameter.
-
-    Reading an attribute looks the name up here; iterating over all parameters does not. What torch.compile traces is
-    not reported: see `WatchedParameter` for the parameters that a compiled function cannot read.
-    """
-
-    def __init__(self, on_access: Callable[[nn.Parameter], None], params: dict[str, Any]):
-        super().__init__(params)
-        self._on_access = on_access
-
-    def __getitem__(self, name: str) -> Any:
-        param = super().__getitem__(name)
-        if param is not None and not torch.compiler.is_compiling():
-            self._on_access(param)
-        return param
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (dict(self),)  # copies of a module are not watched
-
-
-def report_attributes(root: nn.Module, on_access: Callable[[nn.Parameter], None]) -> None:
-    """Call `on_access(param)` from now on before `some_submodule.name` returns that parameter."""
-    for module in root.modules():
-        replace_parameter_table(module, partial(ReportingTable, on_access))

@@ -22,7 +22,7 @@ from parallel.autograd_internals import (
     will_accumulate,
 )
 from zero.core.buckets.gradients import GradientReducer
-from zero.core.buckets.guarded_parameter import take_grad
+from zero.core.buckets.guard import take_grad
 from zero.core.protocols.extension import Extensions
 from zero.core.protocols.orders import Round
 

@@ -20,7 +20,7 @@ from zero.core.buckets.bucket import Bucket
 from zero.core.buckets.gradients import GradientReducer
 from zero.core.protocols.home import Home
 from zero.core.protocols.orders import ExecutionOrder
-from zero.core.units.access import FORWARD, UnitAccess, report_attributes
+from zero.core.units.access import FORWARD, UnitAccess
 from zero.core.units.hooks import ModuleHooks
 from zero.core.units.passes import Passes, is_in_backward
 from zero.core.units.unit import Call, Unit
@@ -85,7 +85,6 @@ class UnitScheduler:
         self._clock = 0  # counts the calls of units that have begun or ended
         self._begins_forward = False  # the next visit is the first of a forward of the whole model
         self._in_backward: dict[Call, None] = {}  # calls whose backward has begun and not ended
-        report_attributes(root, access.on_attribute)
         self.hooks = ModuleHooks(root, access.units, self)
         passes.join(self)
 

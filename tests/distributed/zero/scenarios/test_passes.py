@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.procedures import With, choosing, linear, trains, trains_by
 from tests.scenarios import Block, Blocks, Model, Optimizer, Run, as_test, cases, mean_square
-from zero.core.buckets.guarded_parameter import GradientAccessError
+from zero.any_module.guarded_parameter import GradientAccessError
 
 
 def backwards_in_order(order: tuple[int, ...], model: Model, x: Tensor) -> None:

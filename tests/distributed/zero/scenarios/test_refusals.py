@@ -16,7 +16,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from tests.procedures import Act, With, linear, param, refuses, trains_and
 from tests.scenarios import STAGES, WIDTH, Block, Blocks, Model, Run, as_test, cases, mean_square
-from zero.core.buckets.guarded_parameter import ShardedParameterError
+from zero.core.buckets.guard import ShardedParameterError
 from zero.data_parallel import ZeroDataParallel
 from zero.extensions.agreement import DivergedRanks
 from zero.optimizer import ZeroOptimizer

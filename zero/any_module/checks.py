@@ -3,7 +3,6 @@
 from collections import defaultdict
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 from parallel.mesh import Axis
 from parallel.torch_internals import FakeTensor, storage_id
 from parallel.validation.errors import ConfigError
-from zero.core.buckets.guarded_parameter import GuardedParameter, refuse_scripted
 
 IS_COMPLEX = "is {dtype}; store it as pairs of real numbers (torch.view_as_real), and compute with view_as_complex"
 ORIGIN = 2**20  # the address that storages are said to have, which nothing reads: those of fake tensors have none
@@ -31,7 +29,7 @@ def has_inner_tensors(param: Tensor) -> bool:
 
 REFUSED_PARAMETERS: dict[Callable[[Tensor], bool], str] = {
     has_no_values: "has no values yet (a lazy or a meta parameter); materialize it before wrapping",
-    lambda param: isinstance(param, GuardedParameter): (
+    lambda param: hasattr(param, "zero_guard"): (
         "is inside a ZeroDataParallel already; wrap a module once, or `unwrap()` it first"
     ),
     has_inner_tensors: (
@@ -63,18 +61,14 @@ def check_module(module: nn.Module, data: Axis) -> None:
             )
 
 
-def refuse_replacing(_module: nn.Module, _state: Any, _prefix: str, metadata: dict[str, Any], *_: Any) -> None:
-    """Raise ValueError if `load_state_dict` is to replace parameters, and not to copy values to them."""
-    way = None
-    if metadata.get("assign_to_params_buffers"):
-        way = "load_state_dict(assign=True)", "assign=False"
-    elif torch.__future__.get_swap_module_params_on_conversion():
-        way = "torch.__future__.set_swap_module_params_on_conversion(True)", "it to False"
-    if way is not None:
-        raise ValueError(
-            f"{way[0]} would replace parameters that ZeroDataParallel has divided into buckets; set {way[1]}, or load "
-            "the state before the module is wrapped"
-        )
+def refuse_scripted(module: nn.Module) -> None:
+    """Raise ConfigError if a module, or one inside it, is scripted or traced: it keeps its tables in C++, unseen."""
+    for name, submodule in module.named_modules():
+        if isinstance(submodule, torch.jit.ScriptModule):
+            raise ConfigError(
+                f"{name or 'the module'} is a {type(submodule).__name__} of torch.jit, which keeps its parameters and "
+                "hooks in C++; wrap the module that was scripted or traced, and use torch.compile"
+            )
 
 
 def _check_storages(params: dict[str, nn.Parameter], buffers: dict[str, Tensor]) -> None:

@@ -12,17 +12,17 @@ one on a plain parameter does.
 import copy
 import warnings
 from collections.abc import Callable, Iterable
-from functools import cache
+from functools import cache, partial
 from types import new_class
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from parallel.autograd_internals import DisableTorchFunction, structure_of
-from parallel.tensor_tree import find_tensors
-from parallel.validation.errors import ConfigError
-from zero.core.buckets.bucket_gradient import BucketGradient
+from parallel.autograd_internals import DisableTorchFunction, replace_parameter_table, structure_of
+from parallel.tensor_tree import changes, find_tensors
+from zero.any_module.checks import refuse_scripted
+from zero.core.buckets.guard import DATA, GRAD, ParameterGuard, ReadObserver, ShardedParameterError
 
 _PROPERTIES = (
     "device dtype grad grad_fn is_cpu is_cuda is_leaf is_meta is_nested is_quantized is_sparse itemsize layout nbytes "
@@ -58,41 +58,19 @@ CONVERSIONS = {
 """The functions that return the tensor itself if it has the dtype and the device already."""
 
 
-_GRAD: Any = Tensor.grad  # the descriptors that the properties below replace
-_DATA: Any = Tensor.data
-_REQUIRES_GRAD: Any = Tensor.requires_grad
-
-
-class ShardedParameterError(RuntimeError):
-    """Raised if values of a sharded parameter are read while no module runs that could gather them."""
+_REQUIRES_GRAD: Any = Tensor.requires_grad  # the descriptor that a property below replaces
 
 
 class GradientAccessError(RuntimeError):
     """Raised if `.grad` of a parameter is read or set, whose gradient is in the engine's buckets."""
 
 
-class ReadObserver(Protocol):
-    """An observer of the reads of watched parameters."""
-
-    def before_read(self, param: nn.Parameter) -> None:
-        """Make the values of a parameter readable, or raise."""
-
-    def after_saving(self, param: nn.Parameter) -> None:
-        """Keep the values readable: autograd may read them again in backward."""
-
-    def replace(self, param: nn.Parameter, values: Tensor) -> None:
-        """Let a parameter refer to other values, of its shape, dtype and device."""
-
-
-class ParameterGuard:
-    """The classes of one engine's parameters, and what is known of them."""
+class AnyModule(ParameterGuard):
+    """Gives the parameters of one engine classes that report what is done to them beside the engine."""
 
     def __init__(self, names: dict[nn.Parameter, str], reads: ReadObserver):
-        self.names, self.reads = names, reads
-        self.gradients: list[BucketGradient] = []  # of all parameters
+        super().__init__(names, reads)
         self.toggled: dict[nn.Parameter, bool] = {}  # those whose `requires_grad` was set: its value before
-        self.exposed: set[nn.Parameter] = set()  # those whose `.data` has been read
-        self.replaced: set[nn.Parameter] = set()  # those that refer to memory of their own: see [Note: replacing]
         self._original = {param: type(param) for param in names}
         self._structure: Callable[[], list[int]] | None = None
         self._parts: list[int] = []  # what the structure was in the last step
@@ -121,13 +99,17 @@ class ParameterGuard:
         """Let each read of a parameter raise from now on: its engine ends, and its values are sharded."""
         self.watch(param)
         if isinstance(param, GuardedParameter):
-            param.zero_guard = ParameterGuard(EndedNames(), EndedReads())
+            param.zero_guard = AnyModule(EndedNames(), EndedReads())
 
     def end_all(self) -> None:
         """Refer to neither the engine's units nor its gradients any more."""
         self.reads, self._structure = EndedReads(), None
-        self.gradients.clear()
-        self.names.clear()
+        super().end_all()
+
+    def report_attributes(self, root: nn.Module) -> None:
+        """Report each parameter from now on before a module's attribute returns it."""
+        for module in root.modules():
+            replace_parameter_table(module, partial(ReportingTable, self.reads.on_attribute))
 
     def check(self, module: nn.Module, params: Iterable[nn.Parameter]) -> None:
         """Raise ValueError if parameters have been unfrozen, or some of `params` frozen, since `module` was wrapped.
@@ -185,18 +167,11 @@ class EndedReads:
     def after_saving(self, param: nn.Parameter) -> None:
         self.before_read(param)
 
+    def on_attribute(self, param: nn.Parameter) -> None:
+        """Do nothing: the read of its values is reported."""
+
     def replace(self, param: nn.Parameter, values: Tensor) -> None:
         self.before_read(param)
-
-
-def refuse_scripted(module: nn.Module) -> None:
-    """Raise ConfigError if a module, or one inside it, is scripted or traced: it keeps its tables in C++, unseen."""
-    for name, submodule in module.named_modules():
-        if isinstance(submodule, torch.jit.ScriptModule):
-            raise ConfigError(
-                f"{name or 'the module'} is a {type(submodule).__name__} of torch.jit, which keeps its parameters and "
-                "hooks in C++; wrap the module that was scripted or traced, and use torch.compile"
-            )
 
 
 @cache
@@ -214,13 +189,13 @@ def guarded_class(original: type[nn.Parameter], guarded: type[nn.Parameter]) -> 
 class GuardedParameter(nn.Parameter):
     """A parameter of a wrapped module. Its copies are parameters of the original class."""
 
-    zero_guard: ParameterGuard  # of this parameter
+    zero_guard: AnyModule  # of this parameter
     zero_original: type[nn.Parameter]
 
     @property
     def grad(self) -> Tensor | None:
         """The gradient of a backward that is running; None if there is no gradient."""
-        grad = _GRAD.__get__(self)
+        grad = GRAD.__get__(self)
         if grad is None and self.zero_guard.holds_gradients and not torch.compiler.is_compiling():
             raise GradientAccessError(
                 f"the gradient of {self.zero_name} is in the buckets of ZeroDataParallel, not in `.grad`; update by a "
@@ -241,7 +216,7 @@ class GuardedParameter(nn.Parameter):
     def data(self) -> Tensor:
         """The values, without a gradient; a write to them does not change the parameter's version."""
         self.zero_guard.exposed.add(self)  # it may be written at any time from now on
-        return _DATA.__get__(self)
+        return DATA.__get__(self)
 
     @data.setter
     def data(self, values: Tensor) -> None:
@@ -273,7 +248,7 @@ class GuardedParameter(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
-            memo[id(self)] = self.zero_original(_DATA.__get__(self).clone(), self.requires_grad)
+            memo[id(self)] = self.zero_original(DATA.__get__(self).clone(), self.requires_grad)
             memo[id(self)].__dict__.update(copy.deepcopy(self.__getstate__() or {}, memo))
         return memo[id(self)]
 
@@ -324,19 +299,22 @@ def run_reported(
     return result
 
 
-def changes(conversion: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> bool:
-    """Return whether a conversion would change the dtype or the device of a tensor, or return something else."""
-    sample = torch.empty((), dtype=tensor.dtype, device=tensor.device)
-    return conversion(sample, *args, **kwargs) is not sample
+class ReportingTable(dict[str, Any]):
+    """The dictionary of a module's parameters, which calls `on_access(param)` before it returns a parameter.
 
+    Reading an attribute looks the name up here; iterating over all parameters does not. What torch.compile traces is
+    not reported: see `WatchedParameter` for the parameters that a compiled function cannot read.
+    """
 
-def take_grad(param: nn.Parameter) -> Tensor:
-    """Remove the gradient that autograd has stored in a parameter, and return it without its graph."""
-    grad = _GRAD.__get__(param)
-    _GRAD.__set__(param, None)
-    return grad.detach() if grad.requires_grad else grad  # it does if a backward is to be differentiated
+    def __init__(self, on_access: Callable[[nn.Parameter], None], params: dict[str, Any]):
+        super().__init__(params)
+        self._on_access = on_access
 
+    def __getitem__(self, name: str) -> Any:
+        param = super().__getitem__(name)
+        if param is not None and not torch.compiler.is_compiling():
+            self._on_access(param)
+        return param
 
-def set_raw_data(param: Any, values: Tensor) -> None:
-    """Make a parameter, which must not be watched, refer to other memory."""
-    _DATA.__set__(param, values)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)  # copies of a module are not watched
