@@ -150,7 +150,7 @@ def is_counted(micro_batch: DocumentBatch, mesh: Mesh) -> Tensor:
 def loss_factor(model: ZeroDataParallel, optimizer: ZeroOptimizer, num_micro_batches: int) -> Tensor:
     """Return what the loss of each micro-batch of a step is multiplied by before backward."""
     # In the type of the loss: a third in fp32 would be wrong by 1e-8. The mean over leaves is that of the engine.
-    num_summed = 1 if model.is_exact else num_micro_batches
+    num_summed = 1 if model.is_rank_invariant else num_micro_batches
     return optimizer.loss_scale.scale.to(loss_dtype(model)) / num_summed
 
 

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class ZeroOptimizer(ShardedOptimizer):
     """An optimizer of the model's parameters: on each rank, torch optimizers of the pieces of them that it owns.
 
-    >>> optimizer = ZeroOptimizer(model, torch.optim.AdamW, lr=3e-4, clip_norm=1.0)
-    >>> optimizer = ZeroOptimizer(model, [zero.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=3e-4)])
+    >>> optimizer = ZeroOptimizer(model, torch.optim.AdamW, lr=3e-4, fused=True, clip_norm=1.0)
+    >>> optimizer = ZeroOptimizer(model, [zero.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, fused=True)])
     >>> scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=1000)
     >>> loss_of(model(batch)).backward()
     >>> norm = optimizer.step()
@@ -32,10 +32,10 @@ class ZeroOptimizer(ShardedOptimizer):
     itself is split: the norm, and the decision to skip a step, are common to all of its ranks, and parameters that are
     replicated along it are counted once. With `clip_norm=None` gradients are not clipped.
 
-    A step with a non-finite gradient changes nothing and counts in `num_skipped`. Torch's fused Adam and AdamW skip it
-    on the device, and so do zero's own; with any other optimizer the host waits for the flag. SkippedStepsError is
-    raised after `max_skipped_in_a_row` of them, and unless the loss scale is dynamic, or `warn_skipped` is false, the
-    first one in a row warns. Multiply the loss by `loss_scale.scale` before backward.
+    A step with a non-finite gradient changes nothing and counts in `num_skipped`. Torch's fused Adam, AdamW and SGD
+    (without dampening) and zero's own skip it on the device; with any other optimizer in the list the host waits for
+    the flag. SkippedStepsError is raised after `max_skipped_in_a_row` of them, and unless the loss scale is dynamic, or
+    `warn_skipped` is false, the first one in a row warns. Multiply the loss by `loss_scale.scale` before backward.
 
     With `skip_unused`, parameters of which no rank got a gradient in a step are not updated, as in torch, and the host
     waits for a message. Without it their gradient is zero, and the first step with such a parameter warns.

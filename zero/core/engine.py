@@ -163,9 +163,9 @@ class Engine(nn.Module):
         return self._transports.only("this").num_shards
 
     @property
-    def is_exact(self) -> bool:
+    def is_rank_invariant(self) -> bool:
         """True if the sums of gradients have the same bits on any number of ranks."""
-        return all(transport.is_exact for transport in self.transports)
+        return all(transport.is_rank_invariant for transport in self.transports)
 
     @property
     def units(self) -> Mapping[str, Unit]:

@@ -1,14 +1,24 @@
 """Torch optimizers, run on the shards that this rank owns: element-wise, or by updates of their own.
 
+A step consists of these parts:
+
+    complete     the reductions that are still to come; the parameters that no rank has used, if they are skipped
     sums         the tensor ranks' parts of gradients that are partial along the tensor axis
-    grad_norm    the norm of all gradients, a tensor, and from it the clip coefficient, a tensor
+    hook         `gradient_hook` may change the gradients
+    norm         the norm of all gradients, a tensor, the same on all ranks; from it the clip coefficient, and the flag
+                 of a step that is skipped: [Note: a gradient that is not finite]
     take         parameters that were written in place since the last step: their master weights follow
     update       bucket by bucket: cast the gradient, let each update change its pieces, write the owned parameters
     publish      bucket by bucket, while the next one is updated: all-gather the updated parameters
 
-Without offload the host waits for the device in `step` only, where it reads the flag of a skipped step if the optimizer
-cannot skip one by itself, and the message of `skip_unused`. With states on the host it also waits for the reduced
-gradients and the clip coefficient, and under a budget of memory in the steps that are recorded.
+[Note: a gradient that is not finite] makes the norm infinite or NaN on every rank, which `step` notices. Nothing has to
+be restored, because nothing is changed: each update gets the flag and leaves parameters and states as they are. If one
+takes no flag, the host reads it and calls no update. The gradients are discarded, and a dynamic loss scale counts the
+overflow. Buffers of the module, and what the user's code has changed in forward, are not restored.
+
+The host waits for the device in `step` only: for the flag, if an update takes none; for the message of `skip_unused`;
+with states on the host, for the reduced gradients and the clip coefficient; and under a budget of memory, in the steps
+that are recorded.
 """
 
 import math
@@ -118,7 +128,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         trainable = [flat for flat in model.flats if flat.is_trainable]
         pieces = OwnedPieces(trainable, groups, set(model.module.parameters()))
         axes = model.shard_axis, model.replica_axis, self.tensor
-        return UpdateContext(groups, all_bytes, model.module, pieces, axes, model.homes, model.is_exact)
+        return UpdateContext(groups, all_bytes, model.module, pieces, axes, model.homes, model.is_rank_invariant)
 
     def _make_update(self, given: Given) -> Update:
         of_pieces = self.pieces.groups(self._context.groups)
@@ -192,7 +202,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Update the parameters; return the norm of their gradients before clipping, without the loss scale.
 
         `closure` runs a step's forwards and backwards first, and what it returns is returned instead of the norm.
-        `skip`: 0-dim, the same on all ranks; if it is not zero nothing is updated, as after an overflow.
+        `skip`: 0-dim, the same on all ranks; if it is not zero nothing is updated. The loss scale does not change.
         `gradient_hook` is called while the owned `gradients` are reduced and not yet clipped.
         """
         loss = None
@@ -304,12 +314,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 setattr(update.optimizer, name, partial(switch, name))
 
     def _deferred_sums(self) -> list[tuple[GradientSums, list[tuple[Bucket, range]]]]:
-        """Switch off the hooks of gradient sums; return each of these with this rank's parts of its parameters."""
+        """Return the gradient sums that `step` makes, whose hooks are off, each with parts of parameters."""
         found: list[tuple[GradientSums, list[tuple[Bucket, range]]]] = []
         # The number of ranks would cut a message of owned shards, and change the order in which its elements are added.
-        if self.tensor.size == 1 or self._model.is_exact:
-            return found
-        for sums in set_deferred(self._model.module, True):
+        is_deferred = self.tensor.size > 1 and not self._model.is_rank_invariant
+        for sums in set_deferred(self._model.module, is_deferred):
+            if not is_deferred:
+                continue
             summed = self.pieces.params.intersection(sums.params)
             owned = ((bucket, part) for bucket, parts in self.pieces.owned.items() for part in parts)
             found.append((sums, [(bucket, part.elements) for bucket, part in owned if part.param in summed]))
@@ -362,13 +373,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for update in self.updates:
             update.set_flag(skip)
             update.compute()
-        awaited = self._assembled.copy()
+        awaited = self._assembled.copy()  # updates that a bucket waits for
         for update in self.updates:
             for is_last in update.returned():
+                awaited.subtract(update.assembled if is_last else ())
                 for bucket in (one for buckets in self._groups_in_order(scales, assembled=True) for one in buckets):
                     if bucket in update.assembled:
                         update.apply(bucket)
-                        awaited[bucket] -= is_last
                         if not awaited[bucket]:
                             self._bucket_groups.publish(bucket)
         for update in self.updates:

@@ -46,7 +46,9 @@ class Transports:
             )
         self.grain = math.lcm(*(one.grain(config.alignment) for one in self.opened))
         """The number of elements of which a bucket of any transport has a multiple."""
-        kinds = {(one.is_exact, one.counted if one.is_exact else None): one.name for one in self.opened}
+        kinds = {
+            (one.is_rank_invariant, one.counted if one.is_rank_invariant else None): one.name for one in self.opened
+        }
         if len(kinds) > 1:
             raise ConfigError(
                 f"transports {' and '.join(kinds.values())} in one model: sums in a fixed order and others, or along "

@@ -116,8 +116,10 @@ class OnHost(Home):
         self._relays.put_back(buffer, copied)
         return copied
 
-    def gradient_sum(self, ranges: Ranges, path: GradientPath, full: Tensor | None, *, adds_means: bool) -> GradientSum:
-        return SumOnHost(self, ranges, path, adds_means=adds_means)
+    def gradient_sum(
+        self, ranges: Ranges, path: GradientPath, full: Tensor | None, *, gives_means: bool
+    ) -> GradientSum:
+        return SumOnHost(self, ranges, path, gives_means=gives_means)
 
     def reserve(self, numel: int, paths: Iterable[GradientPath]) -> None:
         casts = dict.fromkeys(path.types.accumulate for path in paths if _is_cast(path))
@@ -140,9 +142,9 @@ class SumOnHost(GradientSum):
 
     is_apart = True
 
-    def __init__(self, home: OnHost, ranges: Ranges, path: GradientPath, *, adds_means: bool):
+    def __init__(self, home: OnHost, ranges: Ranges, path: GradientPath, *, gives_means: bool):
         self._home = home
-        super().__init__(ranges, path, partial(home.new, TensorKind.GRADIENTS), None, adds_means=adds_means)
+        super().__init__(ranges, path, partial(home.new, TensorKind.GRADIENTS), None, gives_means=gives_means)
 
     @contextmanager
     def on_accelerator(self, last_read: Callable[[], Work]) -> Iterator[Tensor]:

@@ -105,7 +105,7 @@ def _check(one: Transport, name: str, config: ZeroConfig) -> None:
             f"ZeroConfig.optimizer_over=all with transport {one.name}, which decides it; choose group, and "
             "TwoLevel(over_all=True)"
         )
-    needed = "leaves" if one.is_exact else "fp32" if one.in_fp32 else "message"
+    needed = "leaves" if one.is_rank_invariant else "fp32" if one.in_fp32 else "message"
     if config.sum_over_ranks != needed:
         raise ConfigError(
             f"ZeroConfig.sum_over_ranks={config.sum_over_ranks} with transport {one.name} of {name}, which adds "

@@ -34,7 +34,7 @@ class FixedOrder(TwoLevel):
     a part of each micro-batch.
     """
 
-    is_exact = True
+    is_rank_invariant = True
     _order: MicroBatchOrder  # of the engine
     _sums_of_blocks: BlockSums  # of the bucket
 

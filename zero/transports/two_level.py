@@ -28,7 +28,7 @@ class TwoLevel(Transport):
     with `over_all`, all ranks.
     """
 
-    adds_means = False
+    gives_means = False
     _between_groups: SideStream
 
     def __init__(
@@ -48,7 +48,7 @@ class TwoLevel(Transport):
 
     def grain(self, alignment: int) -> int:
         # Replicas cut what they keep into equal parts: to add it in one order, or to all-reduce it in fp32.
-        num_cuts = self.outer.size if self.in_fp32 or self.is_exact else 1
+        num_cuts = self.outer.size if self.in_fp32 or self.is_rank_invariant else 1
         return self.num_shards * math.lcm(self.num_parts * alignment, num_cuts)
 
     def open(self, device: torch.device, *, keeps_full: bool) -> Self:

@@ -53,7 +53,7 @@ class MatrixUpdate(Update):
         self.matrices = _matrices(module, pieces.flats, params, joined.size, self.groups)
         """All matrices, in the order of the layout."""
         # Matrices that are computed as one batch: the bits of a batched product may depend on its size.
-        self._max_batch = 1 if context.is_exact else None
+        self._max_batch = 1 if context.is_rank_invariant else None
         # States of whole matrices are saved by one of the replicas, which then has to have all of them. The parts of
         # replicas are as long as the longest one: with fewer matrices than ranks they would be mostly padding.
         is_divided = not optimizer.matrix_state_bytes((1, 1)) and len(self.matrices) >= shard.size * replica.size

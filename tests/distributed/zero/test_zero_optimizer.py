@@ -315,7 +315,7 @@ def train_in_groups(share: int, dtype: torch.dtype, types: dict[str, Any]) -> tu
     data = Mesh.create(tensor_size=1).data
     model = ZeroDataParallel(small_gpt(dtype), data, ZeroConfig(2, bucket_numel=2000, **types))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bucket_groups, "GROUPED_SHARE", share)
+        patch.setattr(bucket_groups, "GROUP_DIVISOR", share)
         optimizer = ZeroOptimizer(model, torch.optim.AdamW, clip_norm=0.5, lr=1e-2, fused=True)
     calls: list[int] = []
     step_inner = optimizer.inner.step
@@ -338,7 +338,7 @@ def test_small_shards_are_updated_together_to_the_bit():
 
 def test_buckets_of_different_types_are_updated_apart(monkeypatch):
     """Buckets have 64, 64 and 32 elements in fp32, and 32 in fp64; the last two would have room in one group."""
-    monkeypatch.setattr(bucket_groups, "GROUPED_SHARE", 1)
+    monkeypatch.setattr(bucket_groups, "GROUP_DIVISOR", 1)
     module = nn.ModuleList([nn.Linear(10, 16, bias=False), nn.Linear(4, 8, bias=False).double()])
     model = ZeroDataParallel(module, Axis.trivial("data"), ZeroConfig(1, bucket_numel=64))
     optimizer = ZeroOptimizer(model, torch.optim.SGD, lr=1.0)

@@ -74,7 +74,7 @@ class BucketGradient:
     def place(self, home: Home) -> None:
         """Move the sum to a home. The values of a gradient that it holds are lost."""
         self.home = home
-        self.total = home.gradient_sum(self._ranges, self.path, self.staged, adds_means=self.transport.adds_means)
+        self.total = home.gradient_sum(self._ranges, self.path, self.staged, gives_means=self.transport.gives_means)
         self.transport.reset()
 
     def write(self, param: nn.Parameter, grad: Tensor, pool: BufferPool) -> None:

@@ -12,9 +12,9 @@
 If messages are in fp16, 1/sqrt(N) is applied before the reduction, and the rest after it. `own` then is the mean over
 the data ranks. `ZeroOptimizer.step` adds the tensor ranks' parts to it, of those parameters whose gradients are partial
 along the tensor axis (parallel/tensor/gradient_sums.py), before the norm; this sum is not divided by the number of
-tensor ranks. In two cases a hook adds them before `Passes` takes the gradient: if `ZeroOptimizer` has no `tensor` axis,
-or if the transport is exact. The message is what ranks send: the full gradients of a bucket, or their cast to
-`reduce_dtype`.
+tensor ranks. In two cases a hook adds them before `Passes` takes the gradient: if the `tensor` axis of `ZeroOptimizer`
+has one rank, or if the bits must not depend on the number of ranks. The message is what ranks send: the full gradients
+of a bucket, or their cast to `reduce_dtype`.
 
 If full gradients persist, every bucket has staging memory of its own for the whole run; the sum is a view of it (stage
 1: 4 + 12/N bytes a parameter), or separate memory if it is on the host. If they are transient, a bucket takes staging
@@ -108,7 +108,7 @@ class GradientReducer:
             return
         self._check_ended()
         is_over = self._last_backward_has_begun  # the step, whose mean the optimizer still awaits
-        reduced = [bucket for bucket in self._order.buckets if is_over and bucket.grads.total.begins_anew]
+        reduced = [bucket for bucket in self._order.buckets if is_over and bucket.grads.total.is_final_mean]
         if any(bucket.grads.path.persists for bucket in reduced):
             raise ValueError(
                 "a second backward after the gradients were reduced; run every backward of a step but the last "

@@ -5,7 +5,7 @@ rest    the elements that the rank keeps, in the home of the optimizer's states:
 own     the elements that the rank updates, a view of it
 
 A transport gives reduced messages to it by `add`, wherever it is. Transports that make a mean only at the end of
-a step have `set_mean`, `on_accelerator` and `summed_here` as well (`Transport.adds_means`). Values of any type are
+a step have `set_mean`, `on_accelerator` and `summed_here` as well (`Transport.gives_means`). Values of any type are
 rounded to that of the sum; those of the message may be overwritten.
 """
 
@@ -55,9 +55,9 @@ class GradientSum:
     is_apart = False
     """True if the sum is not in the memory of the accelerator."""
 
-    def __init__(self, ranges: Ranges, path: GradientPath, new: Allocate, full: Tensor | None, *, adds_means: bool):
-        """Allocate by `new`; `full`: full gradients that persist; `adds_means`: of the transport."""
-        self.ranges, self.path, self._allocate, self._adds_means = ranges, path, new, adds_means
+    def __init__(self, ranges: Ranges, path: GradientPath, new: Allocate, full: Tensor | None, *, gives_means: bool):
+        """Allocate by `new`; `full`: full gradients that persist; `gives_means`: of the transport."""
+        self.ranges, self.path, self._allocate, self._adds_means = ranges, path, new, gives_means
         self.has_sum = False
         self.last_read = Work()  # of the last message; waited for before its memory is overwritten
         self._aside: Tensor | None = None  # the mean of an earlier step that is added to the next one
@@ -79,7 +79,7 @@ class GradientSum:
         return not self.has_sum and self._aside is None
 
     @property
-    def begins_anew(self) -> bool:
+    def is_final_mean(self) -> bool:
         """True if a backward after the last one of its step would overwrite the mean, or divide it again."""
         return self.has_sum and (self.path.persists or not self._adds_means)
 

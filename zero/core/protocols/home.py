@@ -1,11 +1,13 @@
-"""Homes: the memories in which states of a bucket are at rest, and the devices that update them.
+"""Homes: the memories in which states of a bucket are at rest, and the devices that compute their updates.
 
     parameters    rest -- gather, publish --> by way of the accelerator, where transports send
     gradients     reduced on the accelerator -- GradientSum --> the home of the optimizer's states
     update        by `device`, with what `read` and `scalars` give it
 
-`Home` is the memory of the accelerator itself, in which nothing is copied. Another memory is a subclass: see
-zero/homes/. What is named `out` or `rest` below is at home; everything else is on the accelerator.
+`Home` is the memory of the accelerator itself, in which nothing is copied. Another memory is a subclass with
+`is_apart`: `new` decides where its tensors are, `device` what computes with them, and `fetch`, `store`, `read`,
+`scalars`, `gather`, `publish` and `gradient_sum` copy to and from the accelerator. One whose tensors the CPU reads,
+such as those of a mapped file, derives from `OnHost` (zero/homes/on_host.py) and has a `new` of its own.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -52,11 +54,14 @@ class Home:
         return device_allocator(self.accelerator, kind)(numel, dtype)
 
     def allocating(self, kind: TensorKind) -> AbstractContextManager[None]:
-        """Return a context in which `device` allocates states, as a torch optimizer does in its first step."""
+        """Return a context in which allocations of `device` count as states, as a torch optimizer makes them.
+
+        It does not choose the memory: `Update.move` copies states to that of `new`.
+        """
         return allocating(kind)
 
     def fetch(self, source: Tensor, out: Tensor, then: Callable[[], Work] = Work) -> Work:
-        """Launch a copy from here to `out` on the accelerator, and behind it what `then` launches.
+        """Launch a copy of `source`, here, to `out` on the accelerator, and behind it what `then` launches.
 
         Wait before `out` is read. A copy by `store` to `source` may still be running.
         """
@@ -90,9 +95,11 @@ class Home:
         """Launch a publication of own parameters to `rest`; what copies its result runs on `gather_stream`."""
         return launch(ranges.own_of(rest), rest)
 
-    def gradient_sum(self, ranges: Ranges, path: GradientPath, full: Tensor | None, *, adds_means: bool) -> GradientSum:
+    def gradient_sum(
+        self, ranges: Ranges, path: GradientPath, full: Tensor | None, *, gives_means: bool
+    ) -> GradientSum:
         """Return the sum of a bucket's gradients that is kept here; `full`: full gradients, if they persist."""
-        return GradientSum(ranges, path, partial(self.new, TensorKind.GRADIENTS), full, adds_means=adds_means)
+        return GradientSum(ranges, path, partial(self.new, TensorKind.GRADIENTS), full, gives_means=gives_means)
 
     def reserve(self, numel: int, paths: Iterable[GradientPath]) -> None:
         """Allocate buffers for gradient sums of at most this many elements."""

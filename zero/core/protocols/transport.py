@@ -52,17 +52,16 @@ class Transport:
     """The ranks that own the same elements as this one."""
     counted: Axis
     """The ranks along which squares of own gradients are added to the norm of these parameters: the owners, and ranks
-    that have others in their place, as experts are."""
+    that hold different parameters of the same kind, such as other experts."""
     reduced_along: tuple[Axis, ...]
     """The axes of the messages of gradients, whose receive buffers `close` frees."""
     num_ranks: int
     """The divisor of a sum of gradients: the ranks whose losses make up the mean."""
     stages: Collection[int] = (1, 2, 3)
     """The stages whose division of states is that of this transport: 0 if every rank owns everything, else 1 to 3."""
-    adds_means = True
-    """True if every reduction gives `GradientSum.add` a mean over ranks. False: only the last one of a step makes it;
-    another backward then begins anew, and `set_mean`, `on_accelerator` and `summed_here` may be used."""
-    is_exact = False
+    gives_means = True
+    """False if only the last reduction of a step gives a mean over ranks, by `set_mean` or `summed_here` of the sum."""
+    is_rank_invariant = False
     """True if the sum of gradients has the same bits on any number of ranks; the norm then has too."""
     is_lossy = False
     """True if other ranks get parameters with fewer digits, by a gather that is given `room`."""
@@ -183,7 +182,7 @@ class Transport:
         raise NotImplementedError
 
     def reset(self) -> None:
-        """Forget gradients that are kept here: a step has ended or broken off, or the bucket moves elsewhere."""
+        """Forget gradients of the present step: called after each step, and when a bucket is made or moved."""
 
     def close(self) -> None:
         """Free memory that an engine's buckets share, and that is held between steps only to save allocations."""
@@ -199,7 +198,10 @@ class Transport:
     def rounding_warning(self, dtype: torch.dtype) -> str | None:
         """Return a warning, on the first rank, if NCCL adds many messages of this type and rounds at each rank."""
         sizes = [axis.size for axis in self.reduced_along if axis.rounds_at_each_rank(dtype)]
-        adds_itself, is_first = self.in_fp32 or self.is_exact, not any(axis.rank for axis in self.reduced_along)
+        adds_itself, is_first = (
+            self.in_fp32 or self.is_rank_invariant,
+            not any(axis.rank for axis in self.reduced_along),
+        )
         if adds_itself or not is_first or max(sizes, default=1) <= MAX_RANKS_IN_HALF:
             return None
         return (

@@ -13,7 +13,7 @@ from zero.core.buckets.flat import FlatParameters
 from zero.core.partition.stage import Lifetime
 from zero.core.protocols.home import Home
 
-GROUPED_SHARE = 8  # shards are updated together up to this part of the elements of a bucket
+GROUP_DIVISOR = 8  # shards are updated together up to 1/8 of the elements of the largest bucket
 
 
 class BucketGroups:
@@ -28,11 +28,11 @@ class BucketGroups:
         buckets: Sequence[Bucket],
         assembled: Container[Bucket],
     ):
-        """`assembled`: the buckets whose update ends after its messages; they are apart from others."""
+        """`assembled`: the buckets whose update ends after its messages; they are grouped by themselves."""
         self._flats, self.buckets, self._assembled = flats, buckets, assembled
         self._versions: dict[FlatParameters, list[object]] = {}  # when master weights and parameters were equal
         self._published: dict[Bucket, Work] = {}  # gathers of updated parameters that nobody has waited for
-        self._limit = max(len(bucket.ranges.elements) for bucket in buckets) // GROUPED_SHARE
+        self._limit = max(len(bucket.ranges.elements) for bucket in buckets) // GROUP_DIVISOR
         self.regroup()
 
     @property

@@ -89,6 +89,7 @@ def bind(optimizer: Optimizer, owner: Any) -> None:
     `owner` is a weak proxy: a reference from the optimizer would keep it alive.
     """
     bound: Any = optimizer
+    bound.zero_owner = owner
     bound.zero_grad = lambda set_to_none=True: owner.zero_grad(set_to_none)
     bound.add_param_group = lambda param_group: owner.add_param_group(param_group)
     for name in ("state_dict", "load_state_dict"):
@@ -131,5 +132,5 @@ def _check_class(optimizer: object) -> None:
 def _check_instance(one: object) -> None:
     if not isinstance(one, Optimizer):
         raise TypeError(f"the list of optimizers of ZeroOptimizer has {one!r}; give optimizers of torch, made before")
-    if "load_state_dict" in vars(one):  # as `bind` leaves it
+    if hasattr(one, "zero_owner"):
         raise ConfigError(f"this {type(one).__name__} is in a ZeroOptimizer already; make another one")

@@ -46,7 +46,9 @@ class GradNorm:
         self._tensor, self._loss_scale = tensor, loss_scale
         num_blocks = tensor.size * sum(2 + param.numel() // NORM_BLOCK for param in params)
         num_kinds = max(bucket.transport.counted.size // bucket.transport.owners.size for bucket in owned)
-        self._num_blocks = num_kinds * num_blocks if all(bucket.transport.is_exact for bucket in owned) else None
+        self._num_blocks = (
+            num_kinds * num_blocks if all(bucket.transport.is_rank_invariant for bucket in owned) else None
+        )
         self._dtype = reduce(torch.promote_types, {bucket.master.dtype for bucket in owned}, torch.float32)
         counted = params if tensor.rank == 0 else params & split
         # Of each axis: whether squares are added in the order of ranks, which replicas need for the same bits.

@@ -1,4 +1,6 @@
-"""Gradients that are not finite: the loss scale that avoids them in fp16, and a watch of the steps that they skip.
+"""The loss scale, which avoids gradients that are not finite in fp16, and a watch of the steps that they skip.
+
+They are noticed by `ShardedOptimizer.step`.
 
 The counters and the scale are tensors on the device, so that no update blocks the host. Those of skipped steps are
 copied to host memory, and the host reads the copies that have arrived: on a GPU it may be some steps late.

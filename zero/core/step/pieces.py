@@ -19,12 +19,12 @@ from zero.core.step.parameter_groups import Groups
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """The elements of one parameter that are in one shard, flattened: the torch optimizer's own parameter."""
+    """The elements of one parameter that a rank owns of one bucket, flattened: the torch optimizer's own parameter."""
 
     param: nn.Parameter
     """The optimizer's parameter, a view of the bucket's master weights."""
     elements: range
-    """The elements of the piece, counted from the beginning of the bucket's shard."""
+    """The elements of the piece, counted from the beginning of the owned range of the bucket."""
     group: int
     """The number of the parameter group."""
     name: str

@@ -2,8 +2,8 @@
 
 Shards ignore parameter boundaries, so the update of an element must not depend on other elements, unless the optimizer
 declares another granularity (`zero/core/step/update.py`). This is true of Adam and SGD. LAMB, Adafactor and torch's
-Muon compute with whole parameters: on shards they would silently train differently. One that begins to do so only after
-`NUM_PROBE_STEPS` steps is not noticed.
+Muon compute with whole parameters: on shards they would silently train differently. An optimizer that
+begins to do so only after `NUM_PROBE_STEPS` steps is not noticed.
 """
 
 from collections.abc import Callable, Mapping, Sequence

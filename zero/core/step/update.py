@@ -5,7 +5,7 @@
 | an element | the element alone: Adam, SGD | shards may begin anywhere |
 | a block | consecutive elements of a parameter: 8-bit Adam | shards begin at blocks (`ZeroConfig.alignment`) |
 | a matrix | a whole matrix: Muon | the parts of a matrix are sent to one rank, and its result is sent back |
-| a row | a whole row | as a matrix, whose rows `transform` computes one by one |
+| a row | a whole row | it is sent with its matrix, and `MatrixMethod.transform` computes each row by itself |
 
 A class of optimizers whose granularity is a block declares its `granularity`, a number of elements. One that needs more
 than its rank owns declares an `update_class`: `MatrixOptimizer` has that of matrices and rows. Any other class is
@@ -47,8 +47,15 @@ class UpdateContext:
     """Those of all updates of the optimizer."""
     axes: Axes
     homes: Homes
-    is_exact: bool
+    is_rank_invariant: bool
     """True if the bits must not depend on the number of ranks."""
+
+
+@dataclass
+class Step:
+    """The state of an update: whether its optimizer may step."""
+
+    is_open: bool = False
 
 
 class Update:
@@ -61,7 +68,7 @@ class Update:
     returned    after each of its values, `apply` updates the assembled pieces of all buckets
     end         memory of this step is freed
 
-    All ranks call all parts, in this order, and of several updates each part before the next one.
+    All ranks call all parts, in this order: `begin` of all updates, then `update` of all of them, and so on.
     """
 
     assembled: Set[Bucket] = frozenset()
@@ -81,13 +88,13 @@ class Update:
         found = context.pieces.by_bucket.items() if context else ()
         own = ((bucket, self.pieces_in(pieces)) for bucket, pieces in found)
         self._by_bucket = {bucket: pieces for bucket, pieces in own if pieces}
-        self._open_steps: list[None] = []  # the hook has no reference to this object: it would keep the states alive
-        optimizer.register_step_pre_hook(partial(_check_is_open, self._open_steps))
+        self._step = Step()  # the hook has no reference to this object: it would keep the states alive
+        optimizer.register_step_pre_hook(partial(_check_is_open, self._step))
 
     @property
     def is_stepping(self) -> bool:
         """True inside `stepping`."""
-        return bool(self._open_steps)
+        return self._step.is_open
 
     @property
     def skips_by_itself(self) -> bool:
@@ -105,7 +112,7 @@ class Update:
         return self.skips_by_itself or bool(self.optimizer.defaults.get("fused"))
 
     def set_flag(self, skip: Tensor) -> None:
-        """Let the optimizer skip its next updates if `skip` is not zero, if it takes such a flag."""
+        """Let the optimizer skip its next updates if `skip` is not zero, if it takes it (as `found_inf`)."""
         if self.skips_by_itself:
             self.optimizer.found_inf = skip  # type: ignore[attr-defined]
 
@@ -116,12 +123,12 @@ class Update:
     @contextmanager
     def stepping(self) -> Iterator[None]:
         """Let a step be taken inside this context, around which the step hooks of the optimizer run once."""
-        self._open_steps.append(None)
+        self._step.is_open = True
         try:
             with step_hooks_run_once(self.optimizer):
                 yield
         finally:
-            self._open_steps.clear()
+            self._step.is_open = False
 
     @contextmanager
     def with_pieces(self) -> Iterator[None]:
@@ -167,7 +174,10 @@ class Update:
         """Compute what this rank has put together, and launch the return of the results."""
 
     def returned(self) -> Iterator[bool]:
-        """Iterate over the waits for results, after each of which all buckets are updated; True with the last one."""
+        """Iterate over the waits for results, after each of which `apply` is called; yield True with the last one.
+
+        Without it, buckets in `assembled` are not published.
+        """
         return iter(())
 
     def apply(self, bucket: Bucket) -> None:
@@ -198,8 +208,8 @@ class Update:
             group["params"] = params[number]
 
 
-def _check_is_open(open_steps: Sequence[None], optimizer: Optimizer, *_: object) -> None:
-    if not open_steps:
+def _check_is_open(step: Step, optimizer: Optimizer, *_: object) -> None:
+    if not step.is_open:
         raise RuntimeError(
             f"{type(optimizer).__name__} inside a ZeroOptimizer has no gradients of its own, and its step would update "
             "nothing; call `step` of the ZeroOptimizer"

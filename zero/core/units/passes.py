@@ -47,9 +47,9 @@ class Passes:
     end is not noticed before `finalize`. Autograd does not report the end of a backward that raises either:
 
     raised in            leaves                                          until
-    a forward            nothing: the calls that are open end with it    -
-    a backward, also     the units that it has unsharded                 `finalize`: the next forward of the model, or
-    a nested one                                                         `zero_grad`
+    a forward            no open call; units that were prefetched        the end of the next backward
+    a backward, also     the units that it has unsharded                 `finalize`: the next forward, a step,
+    a nested one                                                         `zero_grad`, or the end of `accumulate()`
                          its gradients; if it was to reduce them,        `zero_grad`
                          a step or another backward raises before that
     `accumulate()`       nothing of its own                              -

@@ -14,7 +14,7 @@
 
 `Unit.release` frees it by `FlatParameters.reshard`. A unit that is prefetched has no reader until it runs; if it never
 does, the end of the next backward frees it, a nested one if it ran there. Three callers free parameters whatever their
-readers: `ZeroOptimizer._publishing`, `ZeroDataParallel.loading_masters` and `Unit.unwrap`. [Note: keeping] is in
+readers: `ShardedOptimizer._publishing`, `Engine.loading_masters` and `Unit.unwrap`. [Note: keeping] is in
 zero/core/units/scheduler.py.
 """
 

@@ -128,7 +128,7 @@ def wrapped(
         block.kinds = nn.ModuleList([block.kinds[row.kind_of(data.rank)]])
     described = row.describe(data)
     if isinstance(described, Transport):
-        settings["sum_over_ranks"] = "leaves" if described.is_exact else "message"
+        settings["sum_over_ranks"] = "leaves" if described.is_rank_invariant else "message"
         if described.in_fp32:  # of messages in half precision, in stages 0 and 1 too
             settings |= {"sum_over_ranks": "fp32", "reduce_dtype": "bf16"}
     config = ZeroConfig(stage, 800, **settings)
@@ -144,7 +144,7 @@ def run_steps(
     model: ZeroDataParallel, optimizer: ZeroOptimizer, row: Row, num_micro_batches: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Train; yield (loss of this rank, norm) of each step. A backward breaks off before each; one step is skipped."""
-    rank, divisor = model.data.rank, 1 if model.is_exact else num_micro_batches
+    rank, divisor = model.data.rank, 1 if model.is_rank_invariant else num_micro_batches
     dtype = next(model.parameters()).dtype
     for step in range(NUM_STEPS):
         with model.accumulate():

@@ -171,7 +171,7 @@ def sums_in_8_bits() -> list[float]:
     transport = EightBit(axis).open(CPU, keeps_full=False).bind(BucketRange(elements, axis.size).ranges(axis.rank))
     gradients = torch.randn(axis.size, 64, generator=torch.Generator().manual_seed(0))
     path = GradientPath(GradientTypes(torch.float32, torch.float32), STAGES[2])
-    total = Home(CPU).gradient_sum(transport.ranges, path, None, adds_means=True)
+    total = Home(CPU).gradient_sum(transport.ranges, path, None, gives_means=True)
     errors = []
     for number in range(1, 201):
         transport.reduce(gradients[axis.rank].clone(), total, is_last=False).wait()

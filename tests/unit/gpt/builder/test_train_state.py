@@ -81,14 +81,14 @@ def test_compiled_blocks_need_a_compiler(monkeypatch):
         build(settings, Mesh.create(1), torch.device("cpu"))
 
 
-@pytest.mark.parametrize(("matmul", "is_exact"), [("fp8", True), ("null", False)])
-def test_compiled_blocks_that_multiply_in_fp8_divide_exactly(matmul, is_exact, monkeypatch):
+@pytest.mark.parametrize(("matmul", "is_rank_invariant"), [("fp8", True), ("null", False)])
+def test_compiled_blocks_that_multiply_in_fp8_divide_exactly(matmul, is_rank_invariant, monkeypatch):
     compiled = mock.Mock(side_effect=torch.compile)
     monkeypatch.setattr(torch, "compile", compiled)
     arguments = ["--train.compile=blocks", f"--train.matmul={matmul}"]
     build(parse_settings([f"--config={BASE}", *arguments]), Mesh.create(1), torch.device("cpu"))
     (call,) = compiled.mock_calls
-    assert bool(call.kwargs["options"]) == is_exact
+    assert bool(call.kwargs["options"]) == is_rank_invariant
 
 
 def test_bits_that_no_number_of_ranks_changes_need_torchs_deterministic_kernels_on_a_gpu(monkeypatch):

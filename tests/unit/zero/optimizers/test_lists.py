@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import SGD, Adagrad, AdamW, Optimizer, lr_scheduler
 
+from parallel.comm_log import CommLog
 from parallel.mesh import Axis
+from parallel.tensor.gradient_sums import GradientSums
 from parallel.validation.errors import ConfigError
 from tests.twins import params_of
 from zero.checkpoint import rank_state
@@ -195,6 +197,17 @@ def test_a_model_has_one_optimizer_until_it_is_deleted():
         ZeroOptimizer(model, SGD, weights_and_biases(model.module)[1])
     del first
     assert train(model, [ZeroOptimizer(model, SGD, lr=0.1)], range(1))
+
+
+def test_sums_over_tensor_ranks_are_hooks_again_after_an_optimizer_with_that_axis():
+    model, tensor = wrap(), Axis("tensor", 2, 0, CommLog())
+    model.module.sums = sums = GradientSums([model.module[0].bias], tensor)
+    first = ZeroOptimizer(model, SGD, tensor=tensor)
+    assert sums.is_deferred
+    del first
+    optimizer = ZeroOptimizer(model, SGD)
+    assert not sums.is_deferred
+    del optimizer
 
 
 REFUSED: dict[str, tuple[Callable[[ZeroDataParallel], object], type[Exception], str]] = {
