@@ -112,7 +112,7 @@ class Update:
         return self.skips_by_itself or bool(self.optimizer.defaults.get("fused"))
 
     def set_flag(self, skip: Tensor) -> None:
-        """Let the optimizer skip its next updates if `skip` is not zero, if it takes it (as `found_inf`)."""
+        """Set the flag of the optimizer, `found_inf`, if it takes one: its next updates are skipped unless it is 0."""
         if self.skips_by_itself:
             self.optimizer.found_inf = skip  # type: ignore[attr-defined]
 
