@@ -64,14 +64,17 @@ def shared_store() -> dist.Store:
 
 
 class Decisions:
-    """Decisions of the first rank on what all ranks have found, one after the other. All ranks make the same calls."""
+    """Decisions of the first rank on what all ranks have found, one after the other. All ranks make the same calls.
 
-    def __init__(self, rank: int, size: int) -> None:
-        self._rank, self._size, self._store = rank, size, shared_store()
+    Ranks that are not all of the job give a name that others do not have.
+    """
+
+    def __init__(self, rank: int, size: int, name: str = "all") -> None:
+        self._rank, self._size, self._name, self._store = rank, size, f"decisions/{name}", shared_store()
 
     def decide(self, own: Any, choose: Callable[[list[Any]], Any]) -> Any:
         """Return on all ranks what the first one chooses of what all have found, by rank; both are kept as JSON."""
-        key = f"decisions/{self._store.add(f'decisions/of/{self._rank}', 1)}"
+        key = f"{self._name}/{self._store.add(f'{self._name}/of/{self._rank}', 1)}"
         self._store.set(f"{key}/{self._rank}", json.dumps(own))
         if self._rank == 0:
             found = self._values([f"{key}/{rank}" for rank in range(self._size)])

@@ -35,7 +35,7 @@ from gpt.shape.config import ModelConfig
 from parallel.validation.errors import ConfigError
 from zero.checkpoint.layout_file import is_complete, writer_of
 from zero.checkpoint.rank_state import RankState
-from zero.checkpoint.sealed_file import flush_folder, replace_text
+from zero.checkpoint.sealed_file import DamageError, flush_folder, replace_text
 from zero.checkpoint.writer import CheckpointWriter, Publication
 
 logger = logging.getLogger(__name__)
@@ -97,7 +97,8 @@ def load(
     The run then continues as it would have without the interruption: bit for bit with the same stage, mesh and buckets,
     if all kernels are deterministic, which on a GPU fused attention is not; up to rounding otherwise. The ranks share
     the verification of all files by checksum. A warning is logged for each of the settings `data`, which determine the
-    order of samples, that has changed. Raises ConfigError if the checkpoint is damaged or holds another model.
+    order of samples, that has changed. Raises DamageError if the checkpoint is damaged, and ConfigError if it holds
+    another model.
     `load_foreign` loads that of another program, where `samples_before` has its meaning.
     """
     if writer := writer_of(checkpoint):
@@ -130,7 +131,9 @@ def _remedy_in_errors(checkpoint: Path) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        raise ConfigError(f"{error}; {_remedy(checkpoint)}") from error
+        raise (DamageError if isinstance(error, DamageError) else ConfigError)(
+            f"{error}; {_remedy(checkpoint)}"
+        ) from error
 
 
 def _remedy(damaged: Path) -> str:

@@ -8,6 +8,7 @@ began_from                the folder that checkpoint.resume named when this run 
 """
 
 import logging
+import math
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -46,9 +47,9 @@ def checkpoints(folder: Path) -> dict[int, Path]:
     return dict(sorted((int(found[1]), path) for found, path in _matches(folder, NAME)))
 
 
-def newest(folder: Path) -> Path | None:
-    """Return the newest checkpoint of the folder, or None if there is none."""
-    return next(reversed(checkpoints(folder).values()), None)
+def newest(folder: Path, before: float = math.inf) -> Path | None:
+    """Return the newest checkpoint of the folder of a step `before` another one, or None if there is none."""
+    return next((path for step, path in reversed(checkpoints(folder).items()) if step < before), None)
 
 
 def find(folder: Path, resume: str) -> Path | None:
@@ -105,6 +106,8 @@ def begin_from(folder: Path, resume: str, step: int) -> None:
         set_aside_later(folder, -1)
         folder.mkdir(parents=True, exist_ok=True)
         replace_text(folder / BEGAN_FROM, str(Path(resume).absolute()))
+    else:
+        set_aside_later(folder, step)
     if resume == "never":
         remove(folder / BEGAN_FROM)
 

@@ -25,7 +25,8 @@ from gpt.run_folder.lock import RunLock
 from gpt.settings.run import CheckpointSettings
 from parallel.store import Decisions, shared_store
 from parallel.validation.errors import ConfigError
-from zero.checkpoint.writer import SaveError
+from zero.checkpoint.sealed_file import DamageError
+from zero.checkpoint.writer import SaveError, comes_true
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +120,7 @@ class Recovery:
             start_run(self._run_dir, settings, progress.step, progress.run)
             for folder in (self._folder, self._run_dir / WEIGHTS):
                 remove_partial(folder)
-            begin_from(self._folder, self._config.resume, progress.step)
+            begin_from(self._folder, self._config.resume, progress.step)  # also one that is damaged
         # Before any rank saves: the first one has removed what interrupted saves have left.
         self._state.mesh.barrier()
         return progress
@@ -134,7 +135,7 @@ class Recovery:
         if step < 0:
             return None
         chosen = Path(path)
-        has_it = decisions.decide(chosen.exists(), list)
+        has_it = decisions.decide(comes_true(chosen.exists), list)
         if not all(has_it):
             raise ConfigError(
                 f"rank {has_it.index(False)} does not have {chosen}, from which another rank would go on; put "
@@ -152,8 +153,27 @@ class Recovery:
                 return snapshot
         if found is None:
             return None
-        progress = load(found, self._state, self._data, samples_before)
+        progress, found = self._load_whole(found, self._data, samples_before)
         return replace(progress, run=progress.run or _new_name()), found
+
+    def _load_whole(self, found: Path, *of_load: Any) -> tuple[Progress, Path]:
+        """Load a checkpoint, or with `checkpoint.fall_back` the newest before it that is not damaged, and return which.
+
+        One that the user has named is never replaced.
+        """
+        while True:
+            try:
+                return load(found, self._state, *of_load), found
+            except DamageError as error:
+                step = step_in_name(found)
+                if not self._config.fall_back or step is None or found == Path(self._config.resume):
+                    raise
+                before = self._choose(newest(self._folder, step))
+                if before is None:
+                    raise
+                if self._is_first:
+                    self._report(f"{error}; checkpoint.fall_back: {before} is taken")
+                found = before
 
     def save(self, progress: Progress) -> None:
         """Wait for the previous save, and begin to save the checkpoint of this step.
@@ -195,7 +215,7 @@ class Recovery:
                 f"guard.policy=roll_back found no checkpoint with checkpoint.every={self._config.every}; save more "
                 "often, such as every 100 steps"
             )
-        before = load(found, self._state)
+        before, found = self._load_whole(found)
         if self._is_first:
             cut_metrics(self._run_dir, before.step)
         self._saved_step = before.step

@@ -34,7 +34,7 @@ class Records:
         self._sinks: list[SinkThread] = []
         self._spikes = SpikeDetector(SPIKE_FACTOR, decay=1 - 1 / NUM_AVERAGED, num_warmup=NUM_AVERAGED)
         self._summary: dict[str, Any] = {}
-        self._num_failed_saves = 0
+        self._failures: list[str] = []  # of saves, and of a checkpoint that a resume did not use
         self._last_plotted: dict[str, Any] = {}
 
     def warn_if_rate_changed(self, num_done: int) -> None:
@@ -56,6 +56,8 @@ class Records:
             history = read_steps(self.folder)
             openers = sink_openers(self._settings, num_done)
             self._sinks = [SinkThread(name, open_sink, history) for name, open_sink in openers.items()]
+            for reason in self._failures:
+                self._alert("save", reason)
         try:
             yield
         except BaseException as error:
@@ -68,7 +70,7 @@ class Records:
     def append(self, record: dict[str, Any]) -> None:
         """Record a logged step, with an alert if its loss is a spike; plot the loss if it was evaluated."""
         if self._is_first:
-            record |= {"failed_saves": self._num_failed_saves} if self._num_failed_saves else {}
+            record |= {"failed_saves": len(self._failures)} if self._failures else {}
             self._metrics.append(record)
             self._call_sinks(lambda sink: sink.log(record))
             if spike := self._spike(record["loss"]):
@@ -87,8 +89,8 @@ class Records:
         self._call_sinks(lambda sink: sink.log_checkpoint(checkpoint))
 
     def on_failed_save(self, reason: str) -> None:
-        """Record that a checkpoint, a snapshot or an export of weights could not be written, with an alert."""
-        self._num_failed_saves += 1
+        """Record that a checkpoint, a snapshot or an export of weights could not be written or read, with an alert."""
+        self._failures.append(reason)
         self._alert("save", reason)
 
     def on_abort(self, reason: str) -> None:

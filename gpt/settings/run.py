@@ -35,6 +35,9 @@ class CheckpointSettings:
     """auto: resume from the newest checkpoint in run.dir if there is one; never: start from the beginning; or the
     folder of a checkpoint to begin from, also of FSDP2 or DeepSpeed (docs/checkpoints.md): if it is of another run, by
     the first start."""
+    fall_back: bool = False
+    """If the newest checkpoint is damaged, go on from the one before it, with a warning and an alert; false: end with
+    an error."""
     snapshot_every: NonNegative = 0
     """Steps between snapshots, which are checkpoints in the memory of the nodes; 0: never. A run resumes from the
     newest one if it is newer than the newest checkpoint, also after the loss of a node (docs/survive.md)."""

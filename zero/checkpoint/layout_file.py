@@ -16,7 +16,7 @@ import torch
 
 from parallel.validation.errors import ConfigError
 from zero.checkpoint.schema import COUNT, Schema, check, shown
-from zero.checkpoint.sealed_file import Seal, read_json, verify
+from zero.checkpoint.sealed_file import DamageError, Seal, read_json, verify
 from zero.checkpoint.tensor_file import MAX_DIMS, TensorFile
 from zero.core.partition.layout import Layout, Span, cut_into_buckets
 
@@ -104,13 +104,13 @@ def read_layout(checkpoint: Path, schema: dict[str, Schema]) -> dict[str, Any]:
 def verify_file(
     checkpoint: Path, layout: Mapping[str, Any], rank: int, save: str, on_chunk: Callable[[], None] = lambda: None
 ) -> None:
-    """Read the file of a saved rank. Raises ConfigError unless it is undamaged, and the one that layout.json names."""
+    """Read the file of a saved rank. Raises DamageError unless it is undamaged, and the one that layout.json names."""
     path = rank_file(checkpoint, rank)
     found, named = verify(path, on_chunk), Seal(*layout["files"][rank])
     if found == named:
         return
     of_file = TensorFile(path).metadata.get(ORIGIN, "an unknown run")
-    raise ConfigError(
+    raise DamageError(
         f"{path} belongs to another checkpoint: it is of {of_file} (CRC-32 {found.checksum}, {found.num_bytes} bytes), "
         f"layout.json names that of {origin(rank, save)} (CRC-32 {named.checksum}, {named.num_bytes} bytes)"
     )

@@ -18,12 +18,14 @@ import torch
 from torch import Tensor
 
 from parallel.mesh import Axis, Mesh
+from parallel.store import Decisions
 from parallel.tensor.split_parameters import split_dims
 from parallel.validation.errors import ConfigError, check_type
 from zero.checkpoint.adam import are_alike, class_names, load_counters
 from zero.checkpoint.layout_file import FORMAT, describe_layout, verify_file
 from zero.checkpoint.saved_state import MASTER, SavedState, TensorRank, elements_per_value, saved_parameters
 from zero.checkpoint.schema import shown
+from zero.checkpoint.sealed_file import DamageError
 from zero.core.step.pieces import Piece
 from zero.data_parallel import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
@@ -141,14 +143,19 @@ class RankState:
     def load(self, checkpoint: Path, layout: Mapping[str, Any], save: str) -> None:
         """Load a checkpoint that fits. The ranks share the verification of all files by checksum.
 
-        `save` names the save, as in the files' origins. Raises ConfigError if the checkpoint is damaged.
+        `save` names the save, as in the files' origins. Raises DamageError on all ranks if a file is damaged.
         """
         mesh = self.mesh
         check_same(mesh, int(layout["crc32"], 16), checkpoint)
-        for number in range(mesh.rank, len(layout["files"]), mesh.size):
-            verify_file(checkpoint, layout, number, save, mesh.log.note_progress)
-        # Before anything is loaded: a rank that finds damage does not reach the barrier, so the others do not continue.
-        mesh.barrier()
+        damage = ""
+        try:
+            for number in range(mesh.rank, len(layout["files"]), mesh.size):
+                verify_file(checkpoint, layout, number, save, mesh.log.note_progress)
+        except DamageError as error:
+            damage = str(error)
+        if mesh.data.min_over_ranks(mesh.tensor.min_over_ranks(-bool(damage))):
+            found = Decisions(mesh.rank, mesh.size, f"{mesh.first_rank}/{mesh.size}").decide(damage, list)
+            raise DamageError(next(filter(None, found)))
         self.load_verified(SavedState(checkpoint, layout["state"], lambda *_: mesh.log.note_progress()), layout)
 
     @torch.no_grad()

@@ -23,6 +23,10 @@ NO_CHECKSUM = "0" * 8
 CHECKSUM = re.compile(rb'"crc32": ?"([0-9a-f]{8})"')
 
 
+class DamageError(ConfigError):
+    """An error raised if a file cannot be read, or is not as it was written."""
+
+
 class Seal(NamedTuple):
     """The checksum that a file contains, and its size: another file of the same name has another seal."""
 
@@ -42,7 +46,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 def read_json(path: Path, schema: Schema) -> dict[str, Any]:
     """Return the content of a JSON file, including its checksum.
 
-    Raises ConfigError as `verify` does, and if the content does not fit the schema.
+    Raises DamageError as `verify` does, and ConfigError if the content does not fit the schema.
     """
     verify(path)
     return parse_json(path.read_bytes(), schema, path)
@@ -51,7 +55,7 @@ def read_json(path: Path, schema: Schema) -> dict[str, Any]:
 def verify(path: Path, on_chunk: Callable[[], None] = lambda: None) -> Seal:
     """Read a file, compare its checksum, and return its seal; `on_chunk` is called for each chunk.
 
-    Raises ConfigError if it cannot be read, or is not as it was written.
+    Raises DamageError if it cannot be read, or is not as it was written.
     """
     checksum, total_bytes, expected = 0, 0, None
     buffer = bytearray(CHUNK_BYTES)
@@ -61,16 +65,16 @@ def verify(path: Path, on_chunk: Callable[[], None] = lambda: None) -> Seal:
                 if expected is None:  # the first chunk contains the checksum, near its beginning
                     found = CHECKSUM.search(buffer, 0, num_bytes)
                     if found is None:
-                        raise ConfigError(f"{path} is damaged: it has no checksum")
+                        raise DamageError(f"{path} is damaged: it has no checksum")
                     expected, start = bytes(found[1]), found.start(1)
                     buffer[start : start + len(NO_CHECKSUM)] = NO_CHECKSUM.encode()
                 checksum = zlib.crc32(memoryview(buffer)[:num_bytes], checksum)
                 total_bytes += num_bytes
                 on_chunk()
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+        raise DamageError(f"{path} cannot be read: {error.strerror}") from error
     if expected is None or checksum_digits(checksum) != expected:
-        raise ConfigError(f"{path} is damaged: its {total_bytes} bytes are not those that were written")
+        raise DamageError(f"{path} is damaged: its {total_bytes} bytes are not those that were written")
     return Seal(expected.decode(), total_bytes)
 
 

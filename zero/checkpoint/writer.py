@@ -2,8 +2,8 @@
 
     every rank    copy to host memory (asynchronous only) -> write its file in .NAME.SAVE.partial
                   -> its seal to the store
-    first rank    all have reported, and it finds all files -> layout.json -> publish: rename -> tidy: delete old ones
-                  -> outcome to the store
+    first rank    all have reported, and it finds all files -> layout.json -> publish: rename -> outcome to the store
+                  -> tidy: delete old ones
     other hosts   the same in folders of their own, with the seals that the first rank has found
 
 Ranks communicate through the launcher's store and not with collectives, which training uses at the same time. A save
@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 WAIT_SECONDS = 5.0  # after which a rank that waits in the store looks for signals
 STALE_SECONDS = 90.0  # for which a client of a file server may not show what others have written
+STALE_POLL_SECONDS = 0.5
 
 
 class SaveError(ConfigError):
@@ -50,12 +51,12 @@ class Publication:
     """The part of a save that the program decides, and what it hears of one.
 
     When all ranks have written their files, the first rank calls `publish(partial, final)`, which gives the folder its
-    final name; if it raises, the save has failed. Then it calls `tidy()`, which removes what is not needed any more and
-    whose errors are logged, and `on_complete(final)` when the other ranks know of the success. If folders are not
-    shared, each of `hosts`, one rank a folder and rank 0 among them, writes layout.json and publishes. `remedy` is what
-    the user can do about a failure. Every rank calls `make_room()` before it writes its file, `on_chunk` whenever a few
-    megabytes have been written, and `on_written(partial, is_written)` after its file or its failure to write it. All
-    are called in the thread that writes.
+    final name; if it raises, the save has failed. When the other ranks know of the success, it calls
+    `on_complete(final)`, and `tidy()`, which removes what is not needed any more; its errors are logged. If folders are
+    not shared, each of `hosts`, one rank a folder and rank 0 among them, writes layout.json and publishes. `remedy` is
+    what the user can do about a failure. Every rank calls `make_room()` before it writes its file, `on_chunk` whenever
+    a few megabytes have been written, and `on_written(partial, is_written)` after its file or its failure to write it.
+    All are called in the thread that writes.
     """
 
     remedy: str
@@ -185,11 +186,12 @@ class CheckpointWriter:
                 reason = f"rank {self._rank}: {_reason(error) if partial.exists() else gone}"
         if reason:
             remove(partial)  # make room for the next attempt
-        else:
-            self._tidy(final.parent)
         self._report_outcome(key, reason)
-        if not reason and self._rank == 0:
+        if reason:
+            return
+        if self._rank == 0:
             self._publication.on_complete(final)
+        self._tidy(final.parent)  # last, because no rank waits for it
 
     def _report_outcome(self, key: str, reason: str) -> None:
         """Set the outcome when every host has published or failed."""
@@ -220,19 +222,21 @@ class CheckpointWriter:
 
     def _find_files(self, partial: Path, reports: Sequence[Mapping[str, Any]]) -> None:
         """Wait until this rank finds the file of every rank. Raises SaveError if others have disks of their own."""
-        until = time.monotonic() + STALE_SECONDS
-        for report in reports:
-            path, num_bytes = rank_file(partial, report["rank"]), report["seal"][1]
-            while _size(path) != num_bytes:
-                if not partial.exists():
-                    raise FileNotFoundError
-                if time.monotonic() >= until:
-                    raise SaveError(
-                        f"does not find {path} of {num_bytes} bytes, which rank {report['rank']} has written; put the "
-                        "folder on a file system that all nodes share"
-                    )
-                self._publication.on_chunk()
-                time.sleep(0.5)
+        left = [(rank_file(partial, report["rank"]), report) for report in reports]
+
+        def finds_all() -> bool:
+            while left and _size(left[0][0]) == left[0][1]["seal"][1]:
+                del left[0]
+            if left and not partial.exists():
+                raise FileNotFoundError
+            return not left
+
+        if not comes_true(finds_all, self._publication.on_chunk):
+            path, report = left[0]
+            raise SaveError(
+                f"does not find {path} of {report['seal'][1]} bytes, which rank {report['rank']} has written; put the "
+                "folder on a file system that all nodes share"
+            )
 
 
 class HostCopies:
@@ -253,6 +257,17 @@ class HostCopies:
             copy.copy_(tensor.detach(), non_blocking=True)
         synchronize(self._device)
         return {name: self._copies[name] for name in tensors}
+
+
+def comes_true(is_true: Callable[[], bool], on_wait: Callable[[], None] = lambda: None) -> bool:
+    """Return whether a condition on files becomes true while a client of a file server may show an old listing."""
+    until = time.monotonic() + STALE_SECONDS
+    while not is_true():
+        if time.monotonic() >= until:
+            return False
+        on_wait()
+        time.sleep(STALE_POLL_SECONDS)
+    return True
 
 
 def _size(path: Path) -> int | None:

@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from queue import Queue
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from gpt.builder.train_state import build, build_mesh
+from gpt.checkpoint import checkpoint
 from gpt.checkpoint.checkpoint import TO_DISK
 from gpt.checkpoint.checkpoint import RunSaver as Saver
 from gpt.checkpoint.folder import Kept
@@ -23,7 +25,9 @@ from gpt.checkpoint.recovery import Recovery
 from gpt.monitor.node_map import find_nodes
 from gpt.monitor.watch import Watch
 from gpt.settings.parser import parse_settings
+from lab.faults.damage import flip_bit
 from parallel.mesh import Mesh
+from parallel.store import shared_store
 from parallel.validation.errors import ConfigError
 from parallel.world import World
 from tests.ranks import run_ranks
@@ -62,18 +66,28 @@ def questions_of_a_save(folder: Path) -> tuple[list[str], list[float]]:
     return store.calls, store.seconds
 
 
+def wait_for_the_other(store: dist.Store, *_: object) -> None:
+    store.wait(["heard"], timedelta(seconds=60))
+
+
 def saves_that_are_reported_before_anyone_waits(folder: Path) -> list[Path]:
-    """The checkpoints that a saver has reported to this rank; the first rank waits for the report of one."""
+    """The checkpoints that a saver has reported to this rank; the first rank waits for the report of one.
+
+    It deletes old ones when the other rank has heard of the new one.
+    """
     state = build(parse_settings([f"--config={BASE}"]), Mesh.create(1), torch.device("cpu"))
     reported: Queue[Path] = Queue()
-    own = Saver(folder, state, kept=Kept(1), is_async=True, publication=replace(TO_DISK, on_complete=reported.put))
+    publication, store = replace(TO_DISK, on_complete=reported.put), shared_store()
+    with mock.patch.object(checkpoint, "delete_old", partial(wait_for_the_other, store)):
+        own = Saver(folder, state, kept=Kept(1), is_async=True, publication=publication)
     own.start(Progress(1))
     found = [reported.get()] if dist.get_rank() == 0 else []
     own.wait()
+    store.set("heard", "")
     return found + list(reported.queue)
 
 
-def test_the_first_rank_reports_a_checkpoint_when_it_is_complete(tmp_path):
+def test_the_first_rank_reports_a_checkpoint_when_it_is_complete_and_then_deletes_old_ones(tmp_path):
     found = run_ranks(2, saves_that_are_reported_before_anyone_waits, tmp_path)
     assert found == [[tmp_path / "step-00000001"], []]
 
@@ -116,7 +130,7 @@ def resumed_from_folders_of_their_own(folder: Path) -> str:
     state = build(settings, Mesh.create(2), torch.device("cpu"))
     disk, run_dir = folder / str(dist.get_rank()), Path("run")
     (disk / run_dir / "checkpoints" / ("step-00000001" if dist.get_rank() == 2 else "other")).mkdir(parents=True)
-    with contextlib.chdir(disk):  # so that ranks find other things at one path
+    with contextlib.chdir(disk), mock.patch.object(writer, "STALE_SECONDS", 0.0):  # ranks find other things at one path
         own = Recovery(settings.checkpoint, run_dir, state, DATA, lambda _: None, lambda: None, lambda _: None)
         with pytest.raises(ConfigError) as raised:
             own.resume("")
@@ -169,14 +183,18 @@ def test_a_rank_has_three_connections_to_the_store(tmp_path):
 
 
 def steps_with_a_listing_that_is_old_on_a_rank(folder: Path, old_on: int) -> list[int]:
-    """The steps of the checkpoints to which a run rolls back, and from which it resumes."""
-    settings = parse_settings([f"--config={BASE}", f"--run.dir={folder}"])
+    """The steps of the checkpoints to which a run rolls back, and from which it resumes; then with damage."""
+    settings = parse_settings([f"--config={BASE}", f"--run.dir={folder}", "--checkpoint.fall_back=true"])
     state = build(settings, Mesh.create(1), torch.device("cpu"))
-    listed = Path.glob
+    listed, exists, is_old = Path.glob, Path.exists, [dist.get_rank() == old_on]
 
     def list_without_the_newest(path: Path, pattern: str) -> Iterator[Path]:
-        is_old = dist.get_rank() == old_on
-        return (found for found in listed(path, pattern) if not is_old or found.name != "step-00000002")
+        return (found for found in listed(path, pattern) if not is_old[0] or found.name != "step-00000002")
+
+    def exists_later(path: Path) -> bool:
+        """Return False once for the newest checkpoint."""
+        hides, is_old[0] = is_old[0] and path.name == "step-00000002", is_old[0] and path.name != "step-00000002"
+        return not hides and exists(path)
 
     def recovery() -> Recovery:
         return Recovery(settings.checkpoint, folder, state, DATA, lambda _: None, lambda: None, lambda _: None)
@@ -185,16 +203,22 @@ def steps_with_a_listing_that_is_old_on_a_rank(folder: Path, old_on: int) -> lis
     name = own.resume("").run
     for step in (1, 2):
         own.save(Progress(step, step, name))
-    with mock.patch.object(Path, "glob", list_without_the_newest):
+    with mock.patch.object(Path, "glob", list_without_the_newest), mock.patch.object(Path, "exists", exists_later):
         rolled_back = own.roll_back(Progress(3, 3, name))
         own.release()
         dist.barrier()
         again = recovery()
         resumed = again.resume("")
         again.release()
-    return [rolled_back.step, resumed.step]
+    if dist.get_rank() == 0:
+        flip_bit(folder / "checkpoints/step-00000002/rank-00001.safetensors")
+    dist.barrier()
+    fallen_back = recovery()
+    step = fallen_back.resume("").step
+    fallen_back.release()
+    return [rolled_back.step, resumed.step, step, len(list((folder / "checkpoints").glob("old-1-*")))]
 
 
 @pytest.mark.parametrize("old_on", [0, 1])
-def test_all_ranks_go_on_from_the_newest_checkpoint_if_one_has_an_old_listing(tmp_path, old_on):
-    assert run_ranks(2, steps_with_a_listing_that_is_old_on_a_rank, tmp_path / "run", old_on) == [[2, 2]] * 2
+def test_all_ranks_go_on_from_the_newest_whole_checkpoint_if_one_has_an_old_listing_or_finds_damage(tmp_path, old_on):
+    assert run_ranks(2, steps_with_a_listing_that_is_old_on_a_rank, tmp_path / "run", old_on) == [[2, 2, 1, 1]] * 2

@@ -54,13 +54,17 @@ def records(*losses: float) -> list[dict]:
 
 
 @contextmanager
-def tracked(folder: Path, history: Sequence[dict[str, Any]] = (), **openers: Callable[[], Any]) -> Iterator[Records]:
-    """Yield the records of a run that goes on after its history, which these sinks follow."""
+def tracked(
+    folder: Path, history: Sequence[dict[str, Any]] = (), failure: str = "", **openers: Callable[[], Any]
+) -> Iterator[Records]:
+    """Yield the records of a run that goes on after its history, and a failure of its resume; these sinks follow it."""
     if history:
         append_records(folder, list(history))
     settings = parse_settings([f"--config={BASE}", f"--run.dir={folder}"])
     with mock.patch.object(monitor_records, "sink_openers", return_value=openers):
         followed = Records(settings, is_first=True)
+        if failure:
+            followed.on_failed_save(failure)
         with followed.tracked(len(history)):
             yield followed
 
@@ -96,14 +100,14 @@ def test_a_loss_that_is_not_finite_or_far_above_the_usual_is_an_alert(loss, aler
 
 def test_a_save_that_fails_is_an_alert_and_counted_in_the_records_that_follow(tmp_path):
     sink = RecordingSink()
-    with tracked(tmp_path, recording=lambda: sink) as followed:
+    with tracked(tmp_path, failure="one is damaged", recording=lambda: sink) as followed:
         for step in records(1.0, 1.0, 1.0):
             followed.append(step)
             if step["step"] < 3:
                 followed.on_failed_save(f"checkpoint of step {step['step']} cannot be written")
     texts = [f"checkpoint of step {step} cannot be written" for step in (1, 2)]
-    assert sink.calls[:5] == [1, ("save", texts[0]), 2, ("save", texts[1]), 3]
-    assert [step.get("failed_saves") for step in read_steps(tmp_path)] == [None, 1, 2]
+    assert sink.calls[:6] == [("save", "one is damaged"), 1, ("save", texts[0]), 2, ("save", texts[1]), 3]
+    assert [step.get("failed_saves") for step in read_steps(tmp_path)] == [1, 2, 3]
 
 
 def test_a_sink_that_fails_is_switched_off_and_another_continues(tmp_path, caplog):
