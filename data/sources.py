@@ -291,7 +291,7 @@ def _read_parquet(path: str, text_key: str) -> Iterator[Document]:
             texts = chain.from_iterable(column.cast(BYTES_OF[str(column.type)]) for column in columns)
             for number, text in enumerate(texts, 1):
                 yield Document(path, number, text.as_py(), weight)
-    except (OSError, pyarrow.ArrowException) as error:
+    except (OSError, UnicodeError, pyarrow.ArrowException) as error:
         raise DataError(f"cannot read {path} as Parquet: {error}; correct it or leave it out") from None
 
 
@@ -348,6 +348,8 @@ def _read_rows(name: str, rows: Any, text_key: str) -> Iterator[Document]:
         _check_column(name, text_key, {key: str(getattr(kind, "dtype", kind)) for key, kind in rows.features.items()})
         rows = rows.select_columns([text_key])
     try:
+        if hasattr(rows, "data"):  # mapped to memory: offsets of a damaged file would lead out of it
+            rows.data.validate(full=True)
         for number, row in enumerate(rows, 1):
             try:
                 text: str | DataError | None = _text_in(row, f"{name}:{number}", text_key)

@@ -6,7 +6,6 @@ A real run writes its profile after the step `profile.collectives_step`, and a d
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,20 +15,23 @@ from rich.table import Column, Table
 from gpt.monitor.collectives import PROFILE
 from gpt.monitor.console import make_console, print_table
 from parallel.validation.errors import ConfigError, exit_on_config_error
+from parallel.validation.files import FACTS_BYTES, read_limited
+from zero.checkpoint.schema import COUNT, Schema, parse_json
 
 REPORT = "report.json"  # of a dry run
+ROW: Schema = {"axis": str, "op": str, "phase": str, "count": COUNT, "wire_bytes": float}  # what a comparison reads
 
 
 def read_profile(path: Path) -> list[dict[str, Any]]:
     """Return the profile in a run's folder, or in a file. Raise ConfigError if there is none."""
     files = [path / PROFILE, path / REPORT] if path.is_dir() else [path]
-    found = [file for file in files if file.is_file()]
     try:
-        return json.loads(found[0].read_text())["collectives"]
-    except (IndexError, OSError, ValueError, KeyError, TypeError) as error:
+        file = next(file for file in files if file.is_file())
+        return parse_json(read_limited(file, FACTS_BYTES), {"collectives": [ROW]}, file)["collectives"]
+    except (StopIteration, OSError, ConfigError) as error:
         raise ConfigError(
-            f"{path} has no profile of collectives; name the folder of a real run past its step profile."
-            f"collectives_step, which writes {PROFILE}, or of a dry run, which writes {REPORT}"
+            f"{path} has no profile of collectives ({str(error) or 'no file'}); name the folder of a real run past "
+            f"its step profile.collectives_step, which writes {PROFILE}, or of a dry run, which writes {REPORT}"
         ) from error
 
 

@@ -11,23 +11,26 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import strategies as st
 from pyarrow import parquet
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer as Backend
 
 from data.batches import BatchLoader
 from data.blend import open_samples
 from data.check import check_corpus
-from data.chosen_tokenizers import named_tokenizer
+from data.chosen_tokenizers import named_tokenizer, train_tokenizer
 from data.errors import DataError
 from data.prepare import main
 from data.sidecar import Sidecar
 from data.sources import Source, text_of
 from data.staging import IndexedWriter
 from data.tokenizer import load_tokenizer
-from tests.fuzz import DAMAGE, Damage, fuzzed, result_unless_refused, run_examples
+from tests.fuzz import DAMAGE, DAMAGE_OF_JSON, Damage, fuzzed, result_unless_refused, run_examples
 
 TEXTS = [f"document {i} says {'again ' * (i % 7)}Ψ{i * i}\n" for i in range(40)]
 
@@ -127,7 +130,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@fuzzed(few=25, many=400)
+@fuzzed(few=25, many=500)
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.txt", "a.parquet"])
 def test_a_damaged_source_is_read_or_refused(num_examples, name, sources, tmp_path):
     """Text is not protected: what a change turns into another text is read as that."""
@@ -140,12 +143,60 @@ def test_a_damaged_source_is_read_or_refused(num_examples, name, sources, tmp_pa
     run_examples(num_examples, check, DAMAGE)
 
 
-@fuzzed(few=25, many=500)
-def test_a_damaged_tokenizer_is_read_or_refused(num_examples, prepared, tmp_path):
-    content = Path(f"{prepared}.tokenizer.json").read_bytes()
+@fuzzed(few=4, many=500)
+@pytest.mark.parametrize("name", ["dataset_info.json", "state.json", "data-00000-of-00001.arrow"])
+def test_a_damaged_folder_of_datasets_is_read_or_refused(num_examples, name, tmp_path):
+    folder = tmp_path / "saved"
+    datasets.Dataset.from_dict({"text": TEXTS, "id": range(len(TEXTS))}).save_to_disk(str(folder))
+    content = (folder / name).read_bytes()
+
+    def read() -> list[str]:
+        return [text_of(document, "text") for document in islice(Source([str(folder)]).documents(), 1000)]
 
     def check(damage: Damage) -> None:
-        (tmp_path / "tokenizer.json").write_bytes(damage(content))
-        result_unless_refused(lambda: named_tokenizer(str(tmp_path)).encode("the document says"), DataError, tmp_path)
+        (folder / name).unlink()  # it may still be mapped to memory
+        (folder / name).write_bytes(damage(content))
+        result_unless_refused(read, DataError, folder)
 
     run_examples(num_examples, check, DAMAGE)
+
+
+def tokenizer_of_bytes() -> Backend:
+    return Backend.from_str(train_tokenizer(TEXTS, 280).text)
+
+
+def tokenizer_of_words() -> Backend:
+    words = {word: number for number, word in enumerate(["<unk>", "</s>", *sorted({*" ".join(TEXTS).split()})])}
+    backend = Backend(models.WordPiece(words, unk_token="<unk>"))
+    backend.normalizer = normalizers.Sequence([normalizers.BertNormalizer(), normalizers.Replace(Regex("a+"), "a")])
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
+    backend.post_processor = processors.TemplateProcessing(single="</s> $A", special_tokens=[("</s>", 1)])
+    backend.add_special_tokens(["</s>"])
+    return backend
+
+
+def tokenizer_of_pieces() -> Backend:
+    pieces = [("<unk>", 0.0), ("</s>", 0.0), *((each, -2.0) for each in sorted({*"".join(TEXTS)}))]
+    backend = Backend(models.Unigram(pieces, unk_id=0, byte_fallback=False))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    backend.add_special_tokens(["</s>"])
+    backend.enable_truncation(8)
+    backend.enable_padding(length=12)
+    return backend
+
+
+@fuzzed(few=20, many=500)
+@pytest.mark.parametrize("make", [tokenizer_of_bytes, tokenizer_of_words, tokenizer_of_pieces])
+def test_a_damaged_tokenizer_is_read_or_refused(num_examples, make, tmp_path):
+    path, content = tmp_path / "tokenizer.json", make().to_str().encode()
+
+    def read() -> None:
+        tokenizer = named_tokenizer(str(tmp_path), bos_token="none")
+        tokenizer.decode(tokenizer.encode("document 3 says again"))
+        tokenizer.save(path)
+
+    def check(damage: Damage) -> None:
+        path.write_bytes(damage(content))
+        result_unless_refused(read, DataError, "tokenizer")
+
+    run_examples(num_examples, check, DAMAGE_OF_JSON)

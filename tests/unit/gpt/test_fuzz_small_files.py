@@ -15,14 +15,18 @@ from data.errors import DataError
 from data.staging import PROGRESS, Progress
 from data.tokenizer import Tokenizer
 from gpt.checkpoint.folder import BEGAN_FROM, LATEST, find, goes_on
+from gpt.monitor.collectives import PROFILE
 from gpt.monitor.compare import comparison_table, read_runs, read_settings
 from gpt.pretrained.weights import load_pretrained, write_weights
 from gpt.run_folder.files import CONFIG, METRICS, NAME, NUMBERS_OF_A_STEP, append_records, read_name
 from gpt.run_folder.lock import HOLDER, RunLock
 from gpt.tasks import load_task
+from lab.dryrun import collectives
+from lab.measure.cluster import ClusterSpec
+from lab.published.rows import ROOT, ROWS, read_rows
 from parallel.validation.errors import ConfigError
 from parallel.world import LAUNCH_VARIABLE
-from tests.fuzz import DAMAGE, Damage, fuzzed, result_unless_refused, run_examples
+from tests.fuzz import DAMAGE, DAMAGE_OF_JSON, Damage, fuzzed, result_unless_refused, run_examples
 from tests.unit.gpt.model.models import small_config, small_gpt
 
 WORDS = Tokenizer(Backend(WordLevel({"<|endoftext|>": 0, "a": 1, "?": 2}, unk_token="?")), 0)
@@ -68,6 +72,16 @@ def load_shards(folder: Path) -> None:
     assert all(param.isfinite().all() for param in model.parameters())
 
 
+def write_profile(folder: Path) -> None:
+    row = {"axis": "data", "op": "all_reduce", "phase": "step", "count": 3, "wire_bytes": 24.0}
+    (folder / PROFILE).write_text(json.dumps({"collectives": [row, row | {"op": "all_gather"}]}))
+
+
+def compare_profiles(folder: Path) -> None:
+    rows = collectives.read_profile(folder)
+    collectives.comparison_table({"a": rows, "b": rows[:1]})
+
+
 def take_lock(folder: Path) -> None:
     """Let a job hold the lock of the folder, and another one that reads who holds it try to take it."""
     first, second = RunLock(folder), RunLock(folder)
@@ -105,6 +119,17 @@ KINDS = [
         lambda folder: goes_on(folder, "/runs/other/checkpoints/step-00000001"),
     ),
     Kind(NAME, write_text(NAME, "0123456789ab"), read_name),
+    Kind(PROFILE, write_profile, compare_profiles),
+    Kind(
+        "cluster.yaml",
+        write_text("cluster.yaml", (ROOT / "configs/clusters/dgx-h100.yaml").read_text()),
+        lambda folder: ClusterSpec.load(folder / "cluster.yaml"),
+    ),
+    Kind(
+        "rows.csv",
+        write_text("rows.csv", "".join(ROWS.read_text().splitlines(keepends=True)[:8])),
+        lambda folder: read_rows(folder / "rows.csv"),
+    ),
     Kind(PROGRESS, PROGRESS_OF_PLAN.save, saved_progress, is_sealed=True),
 ]
 
@@ -122,7 +147,8 @@ def test_a_small_file_is_read_or_refused(num_examples: int, kind: Kind, tmp_path
         found = result_unless_refused(partial(kind.read, tmp_path), kind.refusal, tmp_path)
         assert not kind.is_sealed or found in (None, expected)
 
-    run_examples(num_examples, check, DAMAGE)
+    is_json = whole.startswith(b"{") and kind.name.endswith(".json")
+    run_examples(num_examples, check, DAMAGE_OF_JSON if is_json else DAMAGE)
 
 
 NO_TEXT = [

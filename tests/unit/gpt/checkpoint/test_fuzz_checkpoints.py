@@ -5,7 +5,6 @@ renewed too, what they hold may differ, but nothing else than a ConfigError may 
 """
 
 import json
-import math
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,9 +19,12 @@ from hypothesis import strategies as st
 from gpt.builder.train_state import TrainState
 from gpt.checkpoint.checkpoint import load, rank_state
 from gpt.checkpoint.folder import find
+from gpt.checkpoint.layout import Progress
+from gpt.checkpoint.snapshots import Snapshots
 from gpt.pretrained.weights import load_pretrained
+from gpt.settings.run import CheckpointSettings
 from parallel.validation.errors import ConfigError
-from tests.fuzz import fuzzed, result_unless_refused, run_examples
+from tests.fuzz import NOTHING_LEFT, changes_of_json, fuzzed, result_unless_refused, run_examples
 from tests.pretrained_weights import change_config, write_pretrained
 from tests.unit.gpt.checkpoint.runs import (
     DATA,
@@ -33,15 +35,12 @@ from tests.unit.gpt.checkpoint.runs import (
     change_layout,
     seal_files,
     tiny_state,
+    train_step,
 )
 from tests.unit.gpt.model.models import small_config, small_gpt
 
 STEP_1, STEP_2 = "step-00000001", "step-00000002"
-JUNK: list[Any] = [None, True, False, -1, 0, 1, 2, 7, 2**31, 2**63, 10**12, 10**30, 1.5, math.nan, -math.inf, "", "x"]
-JUNK += ["\ud800", "a\nb", "x" * 5000, "12", "F32", "I64", [], [[]], {}, {"a": 1}, [0] * 100, [2**62, 0], [0, 4]]
-
 Damage = Callable[[Path], None]
-bytes_of_any_file = st.tuples(st.sampled_from(NAMES), st.floats(0, 1, exclude_max=True))
 
 
 def spliced(place: tuple[str, float], removed: int, inserted: bytes) -> Damage:
@@ -72,50 +71,19 @@ def missing(name: str, instead: str) -> Damage:
 
 
 OTHERS = [f"{run}/{name}" for run in (f"run-a/{STEP_1}", f"run-a/{STEP_2}", f"run-b/{STEP_2}") for name in NAMES]
-damages_of_a_disk = st.one_of(
-    st.builds(spliced, bytes_of_any_file, st.integers(0, 50), st.binary(max_size=20)),
-    st.builds(spliced, bytes_of_any_file, st.just(10**9), st.just(b"")),
-    st.builds(replaced, st.sampled_from(NAMES), st.sampled_from(OTHERS)),
-    st.builds(missing, st.sampled_from(NAMES), st.sampled_from(["nothing", "folder", "dangling link"])),
-)
 
 
-def changed_json(walk: list[int], operation: str, junk: Any) -> Callable[[Any], None]:
-    """Return a function that changes JSON at the place to which the numbers lead."""
-
-    def change(content: Any) -> None:
-        for number in walk:
-            keys = _keys(content)
-            child = content[keys[number % len(keys)]] if keys else None
-            if not _keys(child):
-                break
-            content = child
-        keys = _keys(content)
-        key = keys[walk[-1] % len(keys)]
-        if operation == "set":
-            content[key] = junk
-        elif operation == "swap":
-            other = keys[(walk[-1] + 1 + walk[0]) % len(keys)]
-            content[key], content[other] = content[other], content[key]
-        else:
-            value = content.pop(key)
-            if operation == "rename" and isinstance(content, dict):
-                content[str(junk)] = value
-
-    return change
+def damages_of(names: st.SearchStrategy[str]) -> st.SearchStrategy[Damage]:
+    places = st.tuples(names, st.floats(0, 1, exclude_max=True))
+    return st.one_of(
+        st.builds(spliced, places, st.integers(0, 50), st.binary(max_size=20)),
+        st.builds(spliced, places, st.just(10**9), st.just(b"")),
+        st.builds(missing, names, st.sampled_from(["nothing", "folder", "dangling link"])),
+    )
 
 
-def _keys(content: Any) -> list[Any]:
-    if isinstance(content, dict):
-        return list(content)
-    return list(range(len(content))) if isinstance(content, list) else []
-
-
-changes_of_json = st.builds(
-    changed_json,
-    st.lists(st.integers(0, 2**16), min_size=1, max_size=7),
-    st.sampled_from(["set", "set", "set", "delete", "rename", "swap"]),
-    st.sampled_from(JUNK) | st.integers(0, 2000) | st.text(max_size=8),
+damages_of_a_disk = damages_of(st.sampled_from(NAMES)) | st.builds(
+    replaced, st.sampled_from(NAMES), st.sampled_from(OTHERS)
 )
 
 
@@ -143,13 +111,20 @@ def state_for_all() -> TrainState:
 def load_anew(checkpoint: Path) -> Loaded:
     """Load into a state in which all that is loaded has other values."""
     state = state_for_all()
+    forget(state)
+    return loaded(state, load(checkpoint, state, DATA))
+
+
+def forget(state: TrainState) -> None:
     for update in state.optimizer.updates:
         update.optimizer.state.clear()
     state.optimizer.num_skipped.fill_(7)
     for bucket in state.optimizer.buckets:
-        bucket.master.fill_(7)
+        bucket.master.zero_()  # as what lies between parameters, which is not loaded
     torch.manual_seed(7)
-    progress = load(checkpoint, state, DATA)
+
+
+def loaded(state: TrainState, progress: Progress) -> Loaded:
     return Loaded(progress, {name: tensor.clone() for name, tensor in rank_state(state).tensors().items()})
 
 
@@ -166,8 +141,7 @@ def damaged_copy(runs: Path, tmp_path: Path, damages: list[Damage]) -> Path:
 
 def apply(damages: list[Damage], folder: Path) -> None:
     for damage in damages:
-        # An earlier damage may have left nothing to which this one can be done.
-        with suppress(OSError, ValueError, KeyError, IndexError, TypeError, AttributeError):
+        with suppress(*NOTHING_LEFT):
             damage(folder)
 
 
@@ -183,6 +157,32 @@ def test_a_damaged_checkpoint_is_refused_or_loads_the_same(runs: Path, tmp_path:
 
     damage = damages_of_a_disk | damages_of_a_disk | sealed_in_itself
     run_examples(num_examples, check, st.lists(damage, min_size=1, max_size=3))
+
+
+@fuzzed(5, 500)
+def test_a_damaged_snapshot_is_loaded_as_it_was_or_the_one_before_it_is(tmp_path: Path, num_examples: int):
+    state, settings = state_for_all(), CheckpointSettings(snapshot_dir=str(tmp_path / "memory"))
+    own, folder = Snapshots(settings, tmp_path, state, DATA, lambda: None), settings.snapshot_folder(tmp_path)
+    whole: dict[int, Loaded] = {}
+    for step in range(1, 3):
+        train_step(state, step)
+        own.save(Progress(step, 2 * step, "run"))
+        own.settle()
+        whole[step] = loaded(state, Progress(step, 2 * step, "run"))
+    contents = {path: path.read_bytes() for path in (folder / STEP_2).iterdir()}
+
+    def check(damages: list[Damage]) -> None:
+        shutil.rmtree(folder / STEP_2)
+        (folder / STEP_2).mkdir()
+        for path, content in contents.items():
+            path.write_bytes(content)
+        apply(damages, folder / STEP_2)
+        forget(state)
+        progress, _ = own.load_newest(0, "run") or (Progress(), folder)
+        assert loaded(state, progress).equals(whole[progress.step])
+
+    names = st.sampled_from([path.name for path in contents])
+    run_examples(num_examples, check, st.lists(damages_of(names), min_size=1, max_size=2))
 
 
 @fuzzed(40, 1500)
