@@ -121,6 +121,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         model, by_number = self._model, dict[int, tuple[dict[str, Any], float]]()
         for one in given:
             device, alignment = model.homes.optimizer.device, model.config.alignment
+            if one.instance is not None:
+                update_class_of(one.instance).check_states(one.instance)
             state_bytes = probe(one.optimizer_class, one.settings, device, one.groups, alignment)
             by_number |= zip(one.numbers, zip(one.groups, state_bytes, strict=True), strict=True)
         groups, all_bytes = zip(*(by_number[number] for number in range(len(by_number))), strict=True)

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from parallel.memory_kinds import TensorKind, allocating
 from parallel.tensor.split_parameters import packed_rows, split_dims
@@ -36,11 +37,6 @@ class MatrixUpdate(Update):
 
     def __init__(self, optimizer: MatrixMethod, numbers: Sequence[int], context: UpdateContext | None = None):
         """Plan the messages, along all axes of the context: matrices are divided over all of its ranks."""
-        if optimizer.matrix_states:
-            raise ConfigError(
-                f"{type(optimizer).__name__} has states of whole matrices; give it to ZeroOptimizer before its first "
-                "step"
-            )
         super().__init__(optimizer, numbers, context)
         if context is None:
             return
@@ -73,10 +69,20 @@ class MatrixUpdate(Update):
             for chosen in rounds_of(self.matrices, self.assignment)
         ]
 
+    @classmethod
+    def check_states(cls, optimizer: Optimizer) -> None:
+        """Raise ConfigError if there are states of whole matrices, or others that cannot be cut."""
+        super().check_states(optimizer)
+        if optimizer.matrix_states:  # type: ignore[attr-defined]
+            raise ConfigError(
+                f"{type(optimizer).__name__} has states of whole matrices; give it to ZeroOptimizer before its first "
+                "step"
+            )
+
     def begin(self) -> None:
         """Begin an update: allocate the messages."""
         for group in self.groups.values():
-            self.optimizer.start_round(group)
+            self.optimizer.begin_step(group)
         apart = [bucket for bucket in self.assembled if bucket.home.is_apart]
         pieces = [piece for bucket in apart for piece in self._by_bucket.get(bucket, ())]
         for one in self._rounds:
@@ -125,7 +131,7 @@ class MatrixUpdate(Update):
         """End an update: free the messages on the accelerator."""
         for one in self._rounds:
             one.free()
-        self.optimizer.end_round()
+        self.optimizer.end_step()
 
     def states(self) -> dict[str, Tensor]:
         """Return the states of the whole matrices of this rank, by name, for a checkpoint; they are made if need be.
@@ -151,7 +157,7 @@ class MatrixUpdate(Update):
     def step_alone(self, pieces: Sequence[Piece], grad: Tensor) -> None:
         """Step a whole matrix, given all of its pieces."""
         group = self.groups[0]
-        self.optimizer.start_round(group)
+        self.optimizer.begin_step(group)
         grads = [cut(grad.flatten(), piece.in_param).clone() for piece in pieces]
         shape = grad.shape[0], grad.shape[1]
         self.optimizer.update_matrix([piece.param for piece in pieces], grads, group, shape)

@@ -73,10 +73,10 @@ class SkippableOptimizer(Optimizer):
             "use `save` and `load` of zero"
         )
 
-    def start_round(self, group: dict[str, Any]) -> None:
+    def begin_step(self, group: dict[str, Any]) -> None:
         """Begin a step of all parameters of a group, in which it is the first call."""
 
-    def end_round(self) -> None:
+    def end_step(self) -> None:
         """End a step: forget its flags."""
         self._flags.clear()
 
@@ -123,11 +123,11 @@ class SkippableOptimizer(Optimizer):
             loss = closure() if closure else None
         for group in self.param_groups:
             if group["params"]:
-                self.start_round(group)
+                self.begin_step(group)
             for param in group["params"]:
                 if param.grad is not None:
                     self.update_param(param, param.grad, group)
-        self.end_round()
+        self.end_step()
         return loss
 
 

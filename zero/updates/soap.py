@@ -41,7 +41,7 @@ class Soap(MatrixOptimizer):
         """The data type of the states."""
         return WIDE_DTYPES[self.defaults["dtype"]]
 
-    def start_round(self, group: dict[str, Any]) -> None:
+    def begin_step(self, group: dict[str, Any]) -> None:
         """Count a step."""
         group["num_rounds"] = group.get("num_rounds", 0) + 1
 

@@ -33,8 +33,7 @@ class Given:
     def of_pieces(self, groups: Groups, pieces: PiecesOf) -> Optimizer:
         """Return the optimizer of the owned `pieces` of parameters, which `groups` have in place of them.
 
-        An instance is changed, and its states become those of the pieces. Raises ConfigError if one of them is neither
-        a number nor one value for each element.
+        An instance is changed, and its states, which have been checked, become those of the pieces.
         """
         if self.instance is None:
             return self.optimizer_class(groups, **self.settings)
@@ -45,8 +44,7 @@ class Given:
             group.pop("param_names", None)
         for param, state in states.items():
             for piece in pieces.get(param, ()):
-                found = {kind: _of_piece(value, piece, param, kind, self.instance) for kind, value in state.items()}
-                self.instance.state[piece.param] = found
+                self.instance.state[piece.param] = {kind: _of_piece(state[kind], piece, param) for kind in state}
         return self.instance
 
 
@@ -103,17 +101,12 @@ def _refuse(optimizer: str, method: str, *_: object, **__: object) -> None:
     )
 
 
-def _of_piece(value: Any, piece: Piece, param: Tensor, kind: str, optimizer: Optimizer) -> Any:
+def _of_piece(value: Any, piece: Piece, param: Tensor) -> Any:
     """Return the part of a parameter's state that is of a piece; it has the dtype of the piece if it had its own."""
     if not isinstance(value, Tensor):
         return value
     if value.dim() == 0:
         return value.clone()
-    if value.shape != param.shape:
-        raise ConfigError(
-            f"{kind} of {type(optimizer).__name__} is not one value for each element; give the optimizer to "
-            "ZeroOptimizer before its first step"
-        )
     own = cut(value.detach().flatten(), piece.in_param)
     dtype = piece.param.dtype if value.dtype == param.dtype else value.dtype
     return own.to(piece.param.device, dtype, copy=True)

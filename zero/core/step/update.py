@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from parallel.mesh import Axis
 from parallel.torch_internals import step_hooks_run_once
+from parallel.validation.errors import ConfigError
 from zero.core.buckets.bucket import Bucket
 from zero.core.protocols.home import Homes
 from zero.core.step.parameter_groups import Groups
@@ -90,6 +91,17 @@ class Update:
         self._by_bucket = {bucket: pieces for bucket, pieces in own if pieces}
         self._step = Step()  # the hook has no reference to this object: it would keep the states alive
         optimizer.register_step_pre_hook(partial(_check_is_open, self._step))
+
+    @classmethod
+    def check_states(cls, optimizer: Optimizer) -> None:
+        """Raise ConfigError if states of an optimizer of whole parameters cannot be cut into those of pieces."""
+        for param, state in optimizer.state.items():
+            for kind, value in state.items():
+                if isinstance(value, Tensor) and value.dim() and value.shape != param.shape:
+                    raise ConfigError(
+                        f"{kind} of {type(optimizer).__name__} is not one value for each element; give the optimizer "
+                        "to ZeroOptimizer before its first step"
+                    )
 
     @property
     def is_stepping(self) -> bool:

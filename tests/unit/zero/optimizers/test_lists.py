@@ -90,12 +90,16 @@ def test_an_optimizer_that_has_stepped_goes_on_from_its_states(name, num_plain_s
 @pytest.mark.parametrize("kind", [AdamW8bit, Soap])
 def test_states_that_are_not_one_value_for_each_element_are_refused(kind):
     module = layers()
-    weights, _ = weights_and_biases(module)
+    weights, biases = weights_and_biases(module)
     made = kind(weights)
     train(module, [made], range(1))
     module.zero_grad()
     with pytest.raises(ConfigError, match=rf"{kind.__name__} .*; give .* ZeroOptimizer before its first step"):
-        ZeroOptimizer(wrap(module), [made])
+        ZeroOptimizer(wrap(module), [first := SGD(biases, momentum=0.9), made])
+    assert [param for one in (first, made) for param in one.param_groups[0]["params"]] == [
+        *biases,
+        *weights,
+    ]  # as before
 
 
 def test_the_groups_are_the_same_objects_and_a_schedule_of_a_member_moves_its_rate():
