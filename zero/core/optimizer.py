@@ -118,7 +118,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _make_context(self, given: Sequence[Given]) -> UpdateContext:
         """Check the optimizers, and find the owned pieces of their parameters."""
-        model, by_number = self._model, dict[int, tuple[dict[str, Any], float]]()
+        model, tensor, by_number = self._model, self.tensor, dict[int, tuple[dict[str, Any], float]]()
         for one in given:
             device, alignment = model.homes.optimizer.device, model.config.alignment
             if one.instance is not None:
@@ -129,8 +129,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         groups = as_groups(groups)  # checks that no parameter is in two of them
         trainable = [flat for flat in model.flats if flat.is_trainable]
         pieces = OwnedPieces(trainable, groups, set(model.module.parameters()))
-        axes = model.shard_axis, model.replica_axis, self.tensor
-        return UpdateContext(groups, all_bytes, model.module, pieces, axes, model.homes, model.is_rank_invariant)
+        return UpdateContext(
+            groups=groups,
+            bytes_per_element=all_bytes,
+            module=model.module,
+            pieces=pieces,
+            find_axes=lambda: (model.shard_axis, model.replica_axis, tensor),
+            homes=model.homes,
+            is_rank_invariant=model.is_rank_invariant,
+        )
 
     def _make_update(self, given: Given) -> Update:
         of_pieces = self.pieces.groups(self._context.groups)

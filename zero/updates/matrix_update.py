@@ -40,7 +40,7 @@ class MatrixUpdate(Update):
         super().__init__(optimizer, numbers, context)
         if context is None:
             return
-        (shard, replica, tensor), module, pieces = context.axes, context.module, context.pieces
+        (shard, replica, tensor), module, pieces = context.find_axes(), context.module, context.pieces
         self._device, self._tensor_axis = context.homes.device, tensor
         joined = tensor if optimizer.defaults.get("joins_parts", True) else tensor.without_peers()
         params = {param: number for param, number in pieces.group_of.items() if number in self.groups}

@@ -46,7 +46,8 @@ class UpdateContext:
     module: nn.Module
     pieces: OwnedPieces
     """Those of all updates of the optimizer."""
-    axes: Axes
+    find_axes: Callable[[], Axes]
+    """Raises ConfigError if parameters are divided over different ranks."""
     homes: Homes
     is_rank_invariant: bool
     """True if the bits must not depend on the number of ranks."""
