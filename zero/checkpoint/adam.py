@@ -3,6 +3,7 @@
 All keep the same moments in fp32. Torch counts the steps of each parameter in its state, apex those of a group.
 """
 
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -21,14 +22,18 @@ STATES = {"AdamW": MOMENTS | {"step"}, "CautiousAdamW": MOMENTS | {"step"}, COUN
 
 
 def class_names(optimizer: ZeroOptimizer) -> str:
-    """Return the names of the classes of the torch optimizers in the order of the list, such as Muon+AdamW."""
-    return SEPARATOR.join(type(update.optimizer).__name__ for update in optimizer.updates)
+    """Return the names of the classes of the torch optimizers, such as Muon+AdamW: one for consecutive groups."""
+    return SEPARATOR.join(name for name, _ in groupby(_names_of_groups(optimizer)))
+
+
+def _names_of_groups(optimizer: ZeroOptimizer) -> list[str]:
+    return [type(optimizer.update_of(number).optimizer).__name__ for number in range(len(optimizer.param_groups))]
 
 
 def are_alike(saved: str, present: str) -> bool:
     """Return whether the optimizers of one `class_names` can continue from the states of those of the other."""
     there, here = saved.split(SEPARATOR), present.split(SEPARATOR)
-    if _is_in_groups(there, here):
+    if is_in_groups(saved, present):
         return all(name == saved or name in STATES for name in here)
     pairs = list(zip(there, here, strict=False))
     return len(there) == len(here) and all(a == b or {a, b} <= STATES.keys() for a, b in pairs)
@@ -46,22 +51,24 @@ def load_counters(
         raise ConfigError(
             f"{saved.folder} is damaged: it has the counters of {len(counters)} groups of parameters, not of {present}"
         )
-    there = saved_classes.split(SEPARATOR)
-    if _is_in_groups(there, [type(update.optimizer).__name__ for update in optimizer.updates]):
+    if is_in_groups(saved_classes, class_names(optimizer)):
         # The groups may have another order now; those that were not AdamW's have counted the same rounds.
         for update in optimizer.updates:
             names = getattr(update.optimizer, "own_counters", ())
             own = {name: of_group[name] for of_group in counters for name in names if name in of_group}
-            saved_class = "AdamW" if type(update.optimizer).__name__ in STATES else there[0]
+            saved_class = "AdamW" if type(update.optimizer).__name__ in STATES else saved_classes
             _load_counters(update, optimizer, saved, saved_class, [own] * present)
         return
-    for update, saved_class in zip(optimizer.updates, there, strict=True):
-        _load_counters(update, optimizer, saved, saved_class, counters)
+    runs = zip(saved_classes.split(SEPARATOR), groupby(_names_of_groups(optimizer)), strict=True)
+    of_groups = [saved_class for saved_class, (_, run) in runs for _ in run]
+    for update in optimizer.updates:
+        _load_counters(update, optimizer, saved, of_groups[next(iter(update.groups))], counters)
 
 
-def _is_in_groups(there: list[str], here: list[str]) -> bool:
+def is_in_groups(saved: str, present: str) -> bool:
     """Return whether one class has saved, of which some groups were AdamW's that now has an optimizer of its own."""
-    return len(there) == 1 < len(here) and there[0] in here and there[0] not in STATES
+    here = present.split(SEPARATOR)
+    return len(here) > 1 and saved in here and saved not in STATES
 
 
 def _load_counters(

@@ -16,6 +16,7 @@ import torch
 
 from parallel.validation.errors import ConfigError
 from parallel.validation.paths import remove
+from zero.checkpoint.adam import class_names, is_in_groups
 from zero.checkpoint.layout_file import is_complete, no_checkpoint, read_layout
 from zero.checkpoint.rank_state import RankState
 from zero.checkpoint.schema import Schema
@@ -102,6 +103,13 @@ def load(folder: str | Path, model: ZeroDataParallel, optimizer: ZeroOptimizer |
             f"{len(groups)}; give it the groups that were saved"
         )
     state.load(checkpoint, layout, f"save {layout['save']}")
+    if optimizer and is_in_groups(layout["optimizer"], class_names(optimizer)):
+        logger.warning(
+            'checkpoint %s has groups with update="adamw", which may have had another order: the settings of groups, '
+            "such as the learning rate, are not loaded",
+            checkpoint,
+        )
+        return layout["extra"]
     for group, settings in zip(groups, layout["settings"], strict=bool(optimizer)):
         saved = settings["numbers"] | settings["tuples"]
         load_settings(group, {name: value for name, value in saved.items() if name in group})

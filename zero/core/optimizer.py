@@ -42,7 +42,7 @@ from zero.core.buckets.bucket import Bucket
 from zero.core.engine import Engine
 from zero.core.protocols.home import Home
 from zero.core.step.bucket_groups import BucketGroups
-from zero.core.step.given import Given, Optimizers, bind, given_optimizers
+from zero.core.step.given import Given, Optimizers, bind, given_optimizers, unchanged_if_refused
 from zero.core.step.grad_norm import GradNorm
 from zero.core.step.loss_scale import LossScale, SkippedSteps
 from zero.core.step.parameter_groups import as_groups
@@ -90,9 +90,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._skipped_steps = SkippedSteps(device, max_skipped_in_a_row, warns)
         given = self._given(optimizer, groups, settings)
         model.check_unattached()
-        self._context = self._make_context(given)
-        pieces = self.pieces = self._context.pieces
-        self.updates = [self._make_update(one) for one in given]
+        with unchanged_if_refused(given):
+            self._make_updates(given, skip_unused)
+        pieces = self.pieces
         self._update_of = {number: update for update in self.updates for number in update.groups}
         param_groups = [self._update_of[number].groups[number] for number in range(len(self._update_of))]
         super().__init__(param_groups, self._common_defaults())
@@ -100,11 +100,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for param, of_param in pieces.by_param.items():
             self.state[param] = OwnedState(of_param, self.update_of(pieces.group_of[param]).optimizer)
         split = {model.module.get_parameter(name) for name in split_dims(model.module)}
-        if skip_unused:
-            model.check_one_division("skip_unused")
-        self._assembled = Counter(bucket for update in self.updates for bucket in update.assembled)
-        assembles = bool(self._assembled)
-        self._unused = UnusedParameters(pieces, model.module, skips=skip_unused, assembles=assembles)
         self.grad_norm = GradNorm(pieces.owned, pieces.params, self.tensor, split, self.loss_scale.scale)
         self._sums = self._deferred_sums()
         self._bucket_groups = BucketGroups(pieces.flats, self.buckets, self._assembled)
@@ -123,7 +118,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             device, alignment = model.homes.optimizer.device, model.config.alignment
             if one.instance is not None:
                 update_class_of(one.instance).check_states(one.instance)
-            state_bytes = probe(one.optimizer_class, one.settings, device, one.groups, alignment)
+            state_bytes = probe(one.make, one.settings, device, one.groups, alignment, one.name)
             by_number |= zip(one.numbers, zip(one.groups, state_bytes, strict=True), strict=True)
         groups, all_bytes = zip(*(by_number[number] for number in range(len(by_number))), strict=True)
         groups = as_groups(groups)  # checks that no parameter is in two of them
@@ -138,6 +133,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
             homes=model.homes,
             is_rank_invariant=model.is_rank_invariant,
         )
+
+    def _make_updates(self, given: Sequence[Given], skip_unused: bool) -> None:
+        """Give all optimizers their owned pieces, and each an update. All that refuses an optimizer is in here."""
+        self._context = self._make_context(given)
+        self.pieces = self._context.pieces
+        self.updates = [self._make_update(one) for one in given]
+        self._assembled = Counter(bucket for update in self.updates for bucket in update.assembled)
+        assembles = bool(self._assembled)
+        if skip_unused:
+            self._model.check_one_division("skip_unused")
+        self._unused = UnusedParameters(self.pieces, self._model.module, skips=skip_unused, assembles=assembles)
 
     def _make_update(self, given: Given) -> Update:
         of_pieces = self.pieces.groups(self._context.groups)
@@ -317,6 +323,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Let calls of a torch optimizer that concern gradients, parameters or states reach this one, or be refused."""
         this = weakref.proxy(self)
         bind(update.optimizer, this)
+        update.refuse_other_steps()
         for name in ("eval", "train"):  # of a schedule-free optimizer, which trains and evaluates with other values
             if callable(method := getattr(update.optimizer, name, None)):
                 switch = partial(ShardedOptimizer._set_mode, this, weakref.ref(update), weakref.WeakMethod(method))

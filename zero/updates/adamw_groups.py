@@ -25,9 +25,10 @@ def without_adamw_groups(given: Given) -> Iterator[Given]:
         return
     of_adamw = []
     for number, group in zip(given.numbers, given.groups, strict=True):
-        if group.get("update", "adamw") != "adamw":
-            raise ConfigError(f"a group has update={group['update']!r}; choose 'adamw', or leave it out")
-        of_adamw += [number] if "update" in group else []
+        update = group.get("update", kind.__name__)
+        if update != "adamw" and str(update).replace("_", "").lower() != kind.__name__.lower():
+            raise ConfigError(f"a group has update={update!r}; choose 'adamw', or leave it out")
+        of_adamw += [number] if update == "adamw" else []
     warnings.warn(
         'update="adamw" in a group is deprecated; give two optimizers: ZeroOptimizer(model, '
         f"[{kind.__name__}(matrices, ...), CautiousAdamW(rest, ...)])",
@@ -36,10 +37,12 @@ def without_adamw_groups(given: Given) -> Iterator[Given]:
     )
     own = [number for number in given.numbers if number not in of_adamw]
     own_settings = {k: v for k, v in given.settings.items() if k not in OF_ADAMW or k in kind.own_defaults}
-    adam_settings = {k: v for k, v in given.settings.items() if k in OF_ADAMW | OF_BOTH or not own}
+    is_known = (OF_ADAMW | OF_BOTH).__contains__ if own else lambda name: name not in kind.own_defaults
+    adam_settings = {k: v for k, v in given.settings.items() if is_known(k) or k in OF_ADAMW}
     if own:
         yield replace(given, settings=own_settings, groups=_of(given, own), numbers=own)
-    yield Given(CautiousAdamW, adam_settings, _of(given, of_adamw), of_adamw)
+    if of_adamw:
+        yield Given(CautiousAdamW, adam_settings, _of(given, of_adamw), of_adamw)
 
 
 def _of(given: Given, numbers: Sequence[int]) -> Groups:

@@ -117,8 +117,8 @@ def matrices_of(
     """
     if len(shape) != 2:
         raise ConfigError(
-            f"{name} of shape {tuple(shape)} has {len(shape)} dims and is no matrix; give it to a group with another "
-            "`update`, such as adamw"
+            f"{name} of shape {tuple(shape)} has {len(shape)} dims and is no matrix; give it to another "
+            "optimizer of the list, such as AdamW"
         )
     num_rows, columns = shape
     numbers = list(packed_rows or [num_rows])

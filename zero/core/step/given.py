@@ -1,11 +1,13 @@
 """Torch optimizers as a `ZeroOptimizer` is given them: instances, or a class with groups and settings."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -14,6 +16,7 @@ from zero.core.partition.layout import cut
 from zero.core.step.parameter_groups import Groups, as_groups
 from zero.core.step.pieces import Piece
 
+PLAIN = (bool, int, float, str, tuple, type(None))
 PiecesOf = Mapping[Any, Sequence[Piece]]  # by parameter of the model
 OptimizerClass = Callable[..., Optimizer]
 Optimizers = OptimizerClass | Optimizer | list[Optimizer] | tuple[Optimizer, ...]
@@ -30,6 +33,20 @@ class Given:
     """The numbers of the groups among those of all optimizers."""
     instance: Optimizer | None = None
 
+    def make(self, params: Any, **settings: Any) -> Optimizer:
+        """Return another optimizer of this class, with the numbers and texts that are attributes of the instance."""
+        made = self.optimizer_class(params, **settings)
+        if self.instance is not None:
+            of_all = vars(Optimizer([nn.Parameter(torch.empty(0))], {}))
+            own = {name: value for name, value in vars(self.instance).items() if name not in of_all}
+            vars(made).update({name: value for name, value in own.items() if isinstance(value, PLAIN)})
+        return made
+
+    @property
+    def name(self) -> str:
+        """The name of the class, or of the function that makes the optimizer."""
+        return getattr(self.optimizer_class, "__name__", str(self.optimizer_class))
+
     def of_pieces(self, groups: Groups, pieces: PiecesOf) -> Optimizer:
         """Return the optimizer of the owned `pieces` of parameters, which `groups` have in place of them.
 
@@ -42,9 +59,15 @@ class Given:
         for group, of_pieces in zip(self.instance.param_groups, groups, strict=True):
             group["params"] = of_pieces["params"]
             group.pop("param_names", None)
+        defaults = self.instance.defaults
+        counts_on_device = bool(defaults.get("fused") or defaults.get("capturable"))
         for param, state in states.items():
             for piece in pieces.get(param, ()):
-                self.instance.state[piece.param] = {kind: _of_piece(state[kind], piece, param) for kind in state}
+                own = self.instance.state[piece.param]
+                for kind, value in state.items():
+                    is_counter = kind == "step" or (isinstance(value, Tensor) and value.dim() < param.dim())
+                    device = piece.param.device if counts_on_device or not is_counter else None
+                    own[kind] = _of_piece(value, None if is_counter else piece, param, device)
         return self.instance
 
 
@@ -81,6 +104,23 @@ def given_optimizers(
     return given
 
 
+@contextmanager
+def unchanged_if_refused(given: Sequence[Given]) -> Iterator[None]:
+    """Give instances their parameters and states back if the body of this context raises."""
+    instances = [one.instance for one in given if one.instance is not None]
+    before = [(one, dict(one.state), [dict(group) for group in one.param_groups]) for one in instances]
+    try:
+        yield
+    except BaseException:
+        for one, state, groups in before:
+            one.state.clear()
+            one.state.update(state)
+            for group, own in zip(one.param_groups, groups, strict=True):
+                group.clear()
+                group.update(own)
+        raise
+
+
 def bind(optimizer: Optimizer, owner: Any) -> None:
     """Let calls of an optimizer that concern gradients, parameters or states reach `owner`, or be refused.
 
@@ -101,12 +141,12 @@ def _refuse(optimizer: str, method: str, *_: object, **__: object) -> None:
     )
 
 
-def _of_piece(value: Any, piece: Piece, param: Tensor) -> Any:
-    """Return the part of a parameter's state that is of a piece; it has the dtype of the piece if it had its own."""
+def _of_piece(value: Any, piece: Piece | None, param: Tensor, device: torch.device | None) -> Any:
+    """Return a copy of a counter, or the part of a parameter's state that is of a piece, in the dtype of its values."""
     if not isinstance(value, Tensor):
         return value
-    if value.dim() == 0:
-        return value.clone()
+    if piece is None:
+        return value.to(device or value.device, copy=True)
     own = cut(value.detach().flatten(), piece.in_param)
     dtype = piece.param.dtype if value.dtype == param.dtype else value.dtype
     return own.to(piece.param.device, dtype, copy=True)

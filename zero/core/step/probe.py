@@ -32,6 +32,7 @@ def probe(
     device: torch.device,
     groups: Sequence[dict[str, Any]] = ({},),
     alignment: int = 0,
+    name: str | None = None,
 ) -> list[float]:
     """Check that an optimizer gives the same result for a small parameter as a whole and for two flat pieces of it.
 
@@ -40,7 +41,7 @@ def probe(
     ConfigError if the results differ, if the optimizer refuses flat pieces, or if pieces that begin at multiples of
     `alignment` elements may cut its blocks.
     """
-    name = getattr(optimizer, "__name__", str(optimizer))
+    name = name or str(getattr(optimizer, "__name__", optimizer))
     found: dict[str, float] = {}
     keys = []
     for group in groups:
@@ -127,4 +128,6 @@ def _random(block_numel: int) -> Tensor:
 
 def _with_large_rate(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings with `PROBED_RATE` in place of their learning rate, if they have one."""
-    return {**settings, "lr": PROBED_RATE} if "lr" in settings else dict(settings)
+    # Copies: an optimizer may advance a tensor among them in place.
+    copies = {name: value.clone() if isinstance(value, Tensor) else value for name, value in settings.items()}
+    return copies | {"lr": PROBED_RATE} if "lr" in settings else copies

@@ -90,8 +90,7 @@ class Update:
         found = context.pieces.by_bucket.items() if context else ()
         own = ((bucket, self.pieces_in(pieces)) for bucket, pieces in found)
         self._by_bucket = {bucket: pieces for bucket, pieces in own if pieces}
-        self._step = Step()  # the hook has no reference to this object: it would keep the states alive
-        optimizer.register_step_pre_hook(partial(_check_is_open, self._step))
+        self._step = Step()
 
     @classmethod
     def check_states(cls, optimizer: Optimizer) -> None:
@@ -103,6 +102,11 @@ class Update:
                         f"{kind} of {type(optimizer).__name__} is not one value for each element; give the optimizer "
                         "to ZeroOptimizer before its first step"
                     )
+
+    def refuse_other_steps(self) -> None:
+        """Let the optimizer raise RuntimeError if it is stepped by anything else, from now on."""
+        # The hook has no reference to this object: it would keep the states alive.
+        self.optimizer.register_step_pre_hook(partial(_check_is_open, self._step))
 
     @property
     def is_stepping(self) -> bool:
