@@ -8,12 +8,13 @@ runs/paper/dry. Runs on a real cluster are read from runs/paper/FIGURE/NAME and 
 """
 
 import argparse
+import re
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 
 from lab.pages.markdown import table, with_blocks
-from lab.paper import memory, throughput
+from lab.paper import claims, memory, throughput
 from lab.paper.experiments import PAPER
 from lab.paper.results import Part
 from parallel.validation.errors import exit_on_config_error
@@ -29,12 +30,14 @@ PARTS: dict[str, Callable[[], Part]] = {
     "figure6": memory.figure_6,
     "figure7": memory.figure_7,
     "figure8": throughput.figure_8,
+    "section9": claims.section_9,
+    "sentences": claims.claims,
 }
 PAGE = PAPER / "README.md"
 
 
 def page(found: Mapping[str, Part]) -> str:
-    statuses = [(f"{name[:-1].title()} {name[-1]}", status) for name, (status, _) in found.items()]
+    statuses = [(" ".join(re.findall("[a-z]+|[0-9]", name)).capitalize(), part[0]) for name, part in found.items()]
     blocks = {"statuses": table(["part of the paper", "status"], statuses), "accuracy": list(throughput.accuracy())}
     return with_blocks(PAGE.read_text(), blocks | {name: lines for name, (_, lines) in found.items()})
 

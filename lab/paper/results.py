@@ -54,9 +54,11 @@ class Result:
         return self.tflops / measured - 1 if measured and self.tflops else None
 
 
-def line_of(settings: Settings) -> DepthExtrapolation:
+def line_of(
+    settings: Settings, cluster: ClusterSpec = CLUSTER, depths: tuple[int, int] | None = None
+) -> DepthExtrapolation:
     """Return the line through two dry runs, which are kept in KEPT_RUNS."""
-    return extrapolate(shallow_runs(settings, KEPT_RUNS), CLUSTER)
+    return extrapolate(shallow_runs(settings, KEPT_RUNS, depths), cluster)
 
 
 @cache

@@ -1,10 +1,11 @@
 """The paper's figures of throughput, each as (status in a line, lines of the page), with its plot in docs/paper."""
 
+import csv
 import statistics
 from collections.abc import Iterator, Sequence
 
 from lab.pages.markdown import table
-from lab.paper.experiments import CONFIGS, Experiment, parsed
+from lab.paper.experiments import CONFIGS, PAPER, Experiment, parsed
 from lab.paper.plots import Series, plot_bars, plot_lines
 from lab.paper.results import Part, Result, line_of, measured_here, results
 
@@ -56,23 +57,40 @@ def size_of(name: str) -> float:
 
 
 def against_size(figure: str, title: str) -> Part:
-    """Return a figure whose x axis has the sizes of the models, and a line for each system."""
+    """Return a figure whose x axis has the sizes of the models, with bars for each system."""
     found = results(figure)
     names = sorted({r.experiment.row["model"] for r in found}, key=size_of)
     series = []
-    for system, color in (("ZeRO", "tab:blue"), ("baseline", "tab:orange")):
-        rows = [r for r in found if r.experiment.is_baseline is (system == "baseline")]
-        rows.sort(key=lambda r: size_of(r.experiment.row["model"]))
-        places, printed = [r.experiment.row["model"] for r in rows], [r.experiment.measured_tflops for r in rows]
-        series.append(Series(f"{system}, dry run", places, [r.tflops for r in rows], "o-", color))
-        series.append(Series(f"{system}, paper", places, printed, "x--", color))
-    plot_lines((figure, title, "parameters of the model", "TFLOPs a GPU"), series, names)
-    return throughput_status(found), throughput_table(found)
+    for system, colors in (("ZeRO", ("lightblue", "tab:blue")), ("baseline", ("navajowhite", "tab:orange"))):
+        rows = {r.experiment.row["model"]: r for r in found if r.experiment.is_baseline is (system == "baseline")}
+        printed = [rows[name].experiment.measured_tflops if name in rows else None for name in names]
+        series.append(Series(f"{system}, paper", names, printed, color=colors[0]))
+        rates = [rows[name].tflops if name in rows else None for name in names]
+        series.append(Series(f"{system}, dry run", names, rates, color=colors[1]))
+    lines, right = throughput_table(found), None
+    if figure == "figure2":
+        ratios = [_ratios(zero, baseline) for zero, baseline in zip(series[:2], series[2:], strict=True)]
+        right = (
+            "speed-up over the baseline",
+            [
+                Series("speed-up, paper", names, ratios[0], "x--", "tab:gray"),
+                Series("speed-up, dry run", names, ratios[1], "o-", "black"),
+            ],
+        )
+        cells = ([f"{ratio:.1f}" if ratio else "" for ratio in one] for one in ratios)
+        rows = ([name, *row] for name, row in zip(("paper", "dry run"), cells, strict=True))
+        lines += ["", *table(["speed-up over the baseline", *names], rows)]
+    plot_bars((figure, title, "parameters of the model", "TFLOPs a GPU"), series, right=right)
+    return throughput_status(found), lines
+
+
+def _ratios(one: Series, other: Series) -> list[float | None]:
+    return [a / b if a and b else None for a, b in zip(one.values, other.values, strict=True)]
 
 
 def throughput_status(found: Sequence[Result]) -> str:
     predicted = predicted_rows(found)
-    return f"dry runs; over {len(predicted)} predicted of {len(found)} rows {errors_of(predicted)}"
+    return f"off: over {len(predicted)} predicted of {len(found)} rows {errors_of(predicted)}"
 
 
 def figure_3() -> Part:
@@ -87,27 +105,41 @@ def figure_3() -> Part:
     lines = table(["GPUs", "batch of a replica", "TFLOPs a GPU", "total, PFLOPs", "times 64 GPUs"], rows)
     linear = [totals[0] * num / gpus[0] for num in gpus]
     series = [Series("dry run", gpus, totals), Series("in proportion to 64 GPUs", gpus, linear, "--", "tab:gray")]
-    plot_lines(("figure3", "Figure 3: 60B, all GPUs together", "GPUs", "PFLOPs of all GPUs"), series)
+    labels = "figure3", "Figure 3: 60B from 64 to 400 GPUs", "GPUs", "PFLOPs of all GPUs"
+    plot_lines(labels, series, ("TFLOPs a GPU", [Series("a GPU", gpus, rates, "s:", "tab:orange")]))
     growth = f"from {gpus[0]} to {gpus[-1]} GPUs the total grows {totals[-1] / totals[0]:.2f} times"
-    return f"dry runs, a pure prediction: {growth}; the paper prints no values", lines
+    return f"{'right' if totals[-1] > linear[-1] else 'not reproduced'}: {growth}; the paper prints no values", lines
+
+
+def turing_nlg() -> Result:
+    """Return the dry run of Turing-NLG (section 10.6)."""
+    settings = parsed(CONFIGS / "turing-nlg-17b.yaml", 256)
+    model = settings.model
+    row = {"model": "17B", "gpus": "256", "layers": str(model.num_layers), "hidden": str(model.hidden_size)}
+    row |= {"total_batch": str(settings.train.global_batch_size), "tflops_per_gpu": "41.4"}
+    return Result(Experiment("figure5", row), line_of(settings))
 
 
 def figure_5() -> Part:
-    """Return what a dry run says of Turing-NLG, whose training is not repeated."""
-    settings, printed = parsed(CONFIGS / "turing-nlg-17b.yaml", 256), 41.4
-    model = settings.model
-    row = {"model": "17B", "gpus": "256", "layers": str(model.num_layers), "hidden": str(model.hidden_size)}
-    row["total_batch"] = str(settings.train.global_batch_size)
+    """Return the figure of two small models in place of the paper's, and what a dry run says of Turing-NLG."""
     print("figure5", flush=True)
-    result = Result(Experiment("figure5", row), line_of(settings))
+    with (PAPER / "fig5_perplexity.csv").open() as file:
+        columns = list(zip(*csv.reader(file), strict=True))
+    steps = [int(step) for step in columns[0][1:]]
+    curves = [(column[0], [float(value) for value in column[1:]]) for column in columns[1:]]
+    styles = ("-", "tab:orange"), ("-", "tab:blue")
+    series = [Series(name, steps, values, *style) for (name, values), style in zip(curves, styles, strict=True)]
+    plot_lines(("figure5", "Figure 5, with small models", "steps", "validation perplexity"), series)
+    ends = " and ".join(f"{values[-1]:.1f} ({name})" for name, values in curves)
+    result = turing_nlg()
     rate, peak = result.experiment.tflops(result.estimate.seconds), result.estimate.device_peak_bytes / 1e9
     line = (
-        f"A dry run of one of its steps on 256 GPUs needs {peak:.1f} GB a GPU"
+        f"The perplexities end at {ends}.\n\n"
+        f"A dry run of one of Turing-NLG's steps on 256 GPUs needs {peak:.1f} GB a GPU"
         f"{'' if result.fits else ' (out of memory)'} and reaches {rate:.1f} TFLOPs a GPU, where the paper prints "
-        f"{printed} ({rate / printed - 1:+.0%})."
+        f"{result.experiment.measured_tflops} ({result.error:+.0%})."
     )
-    status = f"perplexity not reproduced; dry run of Turing-NLG: {rate:.1f} TFLOPs a GPU, printed: {printed}"
-    return status, [line]
+    return "not reproduced: the perplexity of Turing-NLG; two models of 1.7M and 3.4M parameters stand for it", [line]
 
 
 def figure_8() -> Part:
@@ -123,5 +155,5 @@ def figure_8() -> Part:
     ]
     plot_bars(("figure8", title, "model and configuration", "TFLOPs a GPU"), series)
     num_equal = sum(one == other for one, other in zip(marks, paper_marks, strict=True))
-    status = f"{throughput_status(found)}; {num_equal} of {len(found)} rows agree on what is out of memory"
+    status = f"{throughput_status(found)}; {num_equal} of {len(found)} agree on what is out of memory"
     return status, throughput_table(found)

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 
 from gpt.run_folder.files import NUMBERS_OF_A_STEP, append_records, start_run
 from gpt.settings.parser import parse_settings
-from lab.paper import reproduce, results, throughput
+from lab.paper import claims, reproduce, results, throughput
 from lab.paper.experiments import CONFIGS, Experiment, experiments
 from lab.paper.results import CLUSTER, Result
 from lab.planner.depth import DepthExtrapolation, Estimate
@@ -95,9 +95,49 @@ def test_the_page_has_a_status_for_each_table_and_figure_of_the_paper(monkeypatc
     for part in (*(f"Figure {n}" for n in range(1, 9)), *(f"Table {n}" for n in range(1, 3))):
         assert sum(row.startswith(f"| {part} ") for row in rows) == 1, part
     assert "| Figure 5 | status of figure5 |" in rows
+    assert "| Section 9 | status of section9 |" in rows
     before, _, after = page.partition("\n\nlines of figure5\n\n")
     assert before.endswith("<!-- figure5 -->")
     assert after.startswith("<!-- /figure5 -->")
+
+
+@pytest.mark.parametrize(
+    ("sentence", "name", "relative_rate", "verdict"),
+    [
+        ("100B on 400 GPUs: over 38 TFLOPs a GPU", "100b-zero-400", 1.0, "right"),
+        ("100B on 400 GPUs: over 38 TFLOPs a GPU", "100b-zero-400", 0.8, "off by -19%"),
+        ("60B: C5 is slower than C4", "60b-c5-128", 1.0, "right"),
+        ("60B: C5 is slower than C4", "60b-c5-128", 1.1, "not reproduced"),
+    ],
+)
+def test_a_sentence_of_the_paper_is_right_or_off_or_not_reproduced(
+    monkeypatch: pytest.MonkeyPatch, sentence: str, name: str, relative_rate: float, verdict: str
+):
+    """All other runs have the printed rates."""
+
+    def made_up(figure: str) -> tuple[Result, ...]:
+        return tuple(result(one, relative_rate if one.name == name else 1.0) for one in experiments(figure))
+
+    row = {"model": "17B", "gpus": "256", "layers": "78", "hidden": "4256", "total_batch": "512"}
+    monkeypatch.setattr(claims, "results", made_up)
+    monkeypatch.setattr(claims, "turing_nlg", lambda: result(Experiment("figure5", row)))
+    _, lines = claims.claims()
+    (line,) = (line for line in lines if f"| {sentence} |" in line)
+    assert line.endswith(f"| {verdict} |")
+
+
+def test_figure_2_has_the_speed_ups_over_the_baseline(monkeypatch: pytest.MonkeyPatch, figures: list[Figure]):
+    monkeypatch.setattr(throughput, "results", lambda figure: tuple(map(result, experiments(figure))))
+    _, lines = throughput.against_size("figure2", "Figure 2")
+    bars, speed_ups = figures[0].axes
+    assert len(bars.containers) == 4
+    paper, dry_run = (line.split(" | ")[1:] for line in lines[-2:])
+    assert paper[names_of(lines).index("100B")] == dry_run[names_of(lines).index("100B")] == "10.1"  # 38.66 / 3.81
+    assert speed_ups.get_lines()[0].get_ydata()[6] == pytest.approx(10.147, rel=1e-4)
+
+
+def names_of(lines: list[str]) -> list[str]:
+    return lines[-4].removesuffix(" |").split(" | ")[1:]
 
 
 def test_a_part_is_printed_and_leaves_the_page(
