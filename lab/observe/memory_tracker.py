@@ -48,11 +48,16 @@ class MemoryUsage:
 
 @dataclass(eq=False)
 class MemoryHistory:
-    """The bytes of each kind at one moment, and the changes since then: (time of `clock`, kind, bytes)."""
+    """The bytes of each kind at one moment, and the changes since then: (time of `clock`, kind, bytes).
+
+    `storages` has each allocation, also those that are resident at the start, and, with negative bytes, each release:
+    (storage, bytes). A storage that is gone may have the number of a later one.
+    """
 
     start: Counter[TensorKind]
     clock: Callable[[], int]
     changes: list[tuple[int, TensorKind, int]] = field(default_factory=list)
+    storages: list[tuple[int, int]] = field(default_factory=list)
 
     def states(self) -> Iterator[tuple[int, Counter[TensorKind]]]:
         """Yield (time, bytes of each kind): at the start, and after each change. The counter is the same one."""
@@ -104,6 +109,8 @@ class MemoryTracker(MemoryObserver):
     def keeping_history(self, clock: Callable[[], int]) -> Iterator[MemoryHistory]:
         """Return a record of the device's memory, to which each change in the block is added at the time of `clock`."""
         self.device.history = MemoryHistory(self.device.resident.copy(), clock)
+        for key, tracked in self._storages.items():
+            self._log(key, tracked, tracked.num_bytes)
         try:
             yield self.device.history
         finally:
@@ -144,21 +151,27 @@ class MemoryTracker(MemoryObserver):
             tracked = _TrackedStorage(memory, kind, weakref.ref(storage, partial(self._on_free, key)))
             self._storages[key] = tracked
         if tracked.num_bytes != num_bytes:
-            self._set_size(tracked, num_bytes)
+            self._set_size(key, tracked, num_bytes)
         return tracked
 
     def _on_resize(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
-        if tracked := self._storages.get(storage_id(storage)):
-            self._set_size(tracked, num_bytes)
+        if tracked := self._storages.get(key := storage_id(storage)):
+            self._set_size(key, tracked, num_bytes)
 
     def _on_free(self, key: int, _reference: weakref.ref) -> None:
         tracked = self._storages.pop(key)
+        self._log(key, tracked, -tracked.num_bytes)
         tracked.memory.change(tracked.kind, -tracked.num_bytes)
 
-    def _set_size(self, tracked: _TrackedStorage, num_bytes: int) -> None:
+    def _log(self, key: int, tracked: _TrackedStorage, num_bytes: int) -> None:
+        if tracked.memory.history and num_bytes:
+            tracked.memory.history.storages.append((key, num_bytes))
+
+    def _set_size(self, key: int, tracked: _TrackedStorage, num_bytes: int) -> None:
         if num_bytes > tracked.num_bytes:
             tracked.is_new = True
             tracked.memory.num_allocations[tracked.kind] += 1
+        self._log(key, tracked, num_bytes - tracked.num_bytes)
         tracked.memory.change(tracked.kind, num_bytes - tracked.num_bytes)
         tracked.num_bytes = num_bytes
 
@@ -168,6 +181,8 @@ class MemoryTracker(MemoryObserver):
         memory = self.host if on_host else tracked.memory
         if memory is tracked.memory and kind is tracked.kind:
             return
+        if memory is not tracked.memory:
+            self._log(storage_id(tensor.untyped_storage()), tracked, -tracked.num_bytes)
         # Subtracted before they are added: the other order would record a peak that never was.
         tracked.memory.num_allocations[tracked.kind] -= tracked.is_new
         tracked.memory.change(tracked.kind, -tracked.num_bytes)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from lab.pages.markdown import table, with_blocks
-from lab.paper import claims, memory, throughput
+from lab.paper import claims, fragments, memory, throughput
 from lab.paper.experiments import PAPER
 from lab.paper.results import Part
 from parallel.validation.errors import exit_on_config_error
@@ -30,6 +30,7 @@ PARTS: dict[str, Callable[[], Part]] = {
     "figure6": memory.figure_6,
     "figure7": memory.figure_7,
     "figure8": throughput.figure_8,
+    "section6": fragments.section_6,
     "section9": claims.section_9,
     "sentences": claims.claims,
 }
