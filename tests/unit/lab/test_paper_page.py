@@ -7,10 +7,12 @@ from matplotlib.figure import Figure
 
 from gpt.run_folder.files import NUMBERS_OF_A_STEP, append_records, start_run
 from gpt.settings.parser import parse_settings
-from lab.paper import claims, reproduce, results, throughput
+from lab.paper import claims, reproduce, results, throughput, today
 from lab.paper.experiments import CONFIGS, Experiment, experiments
 from lab.paper.results import CLUSTER, Result
 from lab.planner.depth import DepthExtrapolation, Estimate
+from lab.planner.layouts import CandidateLayout
+from lab.planner.search import Search
 
 
 def result(experiment: Experiment, relative_rate: float = 1.0, gigabytes: float = 20.0) -> Result:
@@ -150,3 +152,22 @@ def test_a_part_is_printed_and_leaves_the_page(
     with pytest.raises(SystemExit, match="2"):
         reproduce.main(["figure9"])
     assert "figure9 is no part of the page" in capsys.readouterr().err
+
+
+def test_todays_rates_are_in_the_papers_unit(monkeypatch: pytest.MonkeyPatch, figures: list[Figure]):
+    """A GPU that runs a step of its share of the batch in a second has 8 x parameters x its tokens."""
+    layout = CandidateLayout(1, 2, "none", 1)
+
+    def found(experiment: Experiment, world_size: int) -> tuple[CandidateLayout, Estimate, Search] | None:
+        batch = int(experiment.row["total_batch"]) * world_size // experiment.num_gpus
+        settings = today.settings_of(world_size, train__global_batch_size=batch)
+        of_size = experiment.row["model"] == "8B" and world_size > 8
+        return (layout, Estimate(8e9, 5e10, 0.0, 1.0), Search(settings, today.CLUSTER, world_size)) if of_size else None
+
+    monkeypatch.setattr(today, "fastest", found)
+    rows = [line.split(" | ")[1:6] for line in today.throughputs() if line.startswith("| 8B ")]
+    rate = f"{8 * 12 * 72 * 3072**2 * 16 * 4 * 1024 / 4 / 1e12:.0f}"  # 64 sequences for each tensor group of 4
+    assert rows[0][2] == "does not fit"
+    assert [row[0] for row in rows] == ["8", "64", "400"]
+    assert [row[3] for row in rows[1:]] == [rate, rate]
+    assert figures[0].axes[0].get_ylabel() == "TFLOPs a GPU"
