@@ -78,8 +78,8 @@ def against_size(figure: str, title: str) -> Part:
             ],
         )
         cells = ([f"{ratio:.1f}" if ratio else "" for ratio in one] for one in ratios)
-        rows = ([name, *row] for name, row in zip(("paper", "dry run"), cells, strict=True))
-        lines += ["", *table(["speed-up over the baseline", *names], rows)]
+        named = ([name, *row] for name, row in zip(("paper", "dry run"), cells, strict=True))
+        lines += ["", *table(["speed-up over the baseline", *names], named)]
     plot_bars((figure, title, "parameters of the model", "TFLOPs a GPU"), series, right=right)
     return throughput_status(found), lines
 

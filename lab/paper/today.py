@@ -89,7 +89,8 @@ def fastest(experiment: Experiment, world_size: int) -> tuple[CandidateLayout, E
 def throughputs() -> Iterator[str]:
     """Yield a table of the paper's models, each with its batch for every GPU, and plot the rates."""
     of_zero = [one for one in experiments("figure2") if not one.is_baseline and one.row["model"] in MODELS]
-    rows, rates = [], {world_size: [] for world_size in WORLDS}
+    rows: list[list[object]] = []
+    rates: dict[int, list[float | None]] = {world_size: [] for world_size in WORLDS}
     for experiment in of_zero:
         for world_size in WORLDS:
             found = fastest(experiment, world_size)
