@@ -74,7 +74,7 @@ class CandidateLayout:
 
     @property
     def simplicity(self) -> tuple[int, int]:
-        """The states that are divided or offloaded, and the tensor size: of layouts that tie, the least wins."""
+        """The states that are divided or offloaded, and the tensor size: of layouts with equal room, the least wins."""
         policy = STAGES[self.stage]
         states = policy.optimizer, policy.gradients, policy.parameters
         num_divided = sum(division is not Division.NONE for division in states)

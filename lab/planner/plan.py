@@ -12,6 +12,7 @@ import sys
 from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 
 from rich.console import Console
@@ -25,6 +26,7 @@ from gpt.settings.settings import Settings
 from lab.dryrun.collectives import right_aligned
 from lab.dryrun.run_cost import steps_for
 from lab.measure.cluster import ClusterSpec
+from lab.measure.recipes import RECIPES
 from lab.planner.depth import Estimate
 from lab.planner.layouts import FIELDS, CandidateLayout, with_values
 from lab.planner.plan_report import (
@@ -59,6 +61,7 @@ def main(arguments: list[str]) -> None:
     cluster = replace(cluster, **{name: value for name, value in given.items() if value is not None})
     num_ranks = own.nodes[0] * cluster.gpus_per_node
     settings = parse_settings(others, num_ranks, partial(print_table, console))
+    check_rates(settings, cluster, Path(own.cluster))
     if own.tokens is not None:
         settings = with_tokens(settings, own.tokens)
     origins = constraints(others, num_ranks, own.free)
@@ -82,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m lab.planner.plan", description=__doc__.splitlines()[0])
     parser.add_argument("--cluster", required=True, help="cluster file, such as configs/clusters/dgx-2.yaml")
     parser.add_argument("--nodes", type=int, nargs="+", required=True, help="number of nodes; several with --front")
-    text = "search these settings of the layout although they are given; all, if none is named"
+    text = "search these settings of the layout although they are given; without names, all that files give"
     parser.add_argument("--free", nargs="*", metavar="SETTING", help=text)
     parser.add_argument("--tokens", metavar="COUNT", help="length of the run, such as 300B; by default train.steps")
     of_file = "; by default that of the cluster file"
@@ -99,14 +102,29 @@ def _parser() -> argparse.ArgumentParser:
 def constraints(arguments: list[str], num_ranks: int, free: list[str] | None) -> dict[str, str]:
     """Return {setting of the layout that is given: where}, without those that are freed or are auto.
 
-    `free` are names, or is empty for all; None frees nothing. Raise ConfigError for a name that is no such setting.
+    `free` are names, or is empty for all that files give; None frees nothing. Raise ConfigError for a name that is no
+    such setting.
     """
     if unknown := [name for name in free or () if name not in FIELDS]:
         raise ConfigError(f"--free={unknown[0]} is no setting of the layout; choose {', '.join(FIELDS)}")
-    freed = set() if free is None else set(free or FIELDS)
     given = given_settings(arguments, num_ranks)
+    freed = {name for name, one in given.items() if one.origin} if free == [] else set(free or ())
     kept = (name for name in FIELDS if name in given and name not in freed and given[name].value != "auto")
     return {name: given[name].origin.removesuffix(": ") or "command line" for name in kept}
+
+
+def check_rates(settings: Settings, cluster: ClusterSpec, path: Path) -> None:
+    """Raise ConfigError, with a cluster file beside it that has them, if a file lacks the rates of FP8 products."""
+    recipe = RECIPES[settings.train.fp8.recipe]
+    missing = cluster.peak_fp8_tflops if recipe.bits == 8 else cluster.peak_fp4_tflops
+    if settings.train.matmul != "fp8" or missing is not None:
+        return
+    others = {file: ClusterSpec.load(file) for file in sorted(path.parent.glob("*.yaml"))}
+    able = [file for file, one in others.items() if one.peak_fp8_tflops is not None]
+    like = attrgetter("peak_half_tflops", "gpu_memory_gib", "memory_gb_per_second")  # tells GPUs apart
+    able.sort(key=lambda file: sum(a != b for a, b in zip(like(others[file]), like(cluster), strict=True)))
+    remedy = f"choose --cluster={able[0]}" if able else f"add it to {path}"
+    raise ConfigError(f"--cluster={path} has no peak_fp{recipe.bits}_tflops, which train.matmul=fp8 needs; {remedy}")
 
 
 def with_tokens(settings: Settings, text: str) -> Settings:
@@ -131,7 +149,7 @@ def write_settings(settings: Settings, path: Path) -> None:
 
 
 def report_plan(search: Search, console: Console) -> Settings:
-    """Print the layouts, and return the settings of the simplest of the fastest that fit in a dry run."""
+    """Print the layouts, and return the settings of the roomiest of the fastest that fit in a dry run."""
     plan, fitting = plan_and_verify(search, console)
     if not fitting:
         smallest = min(plan.fitting, key=lambda found: found.device_bytes).layout
@@ -153,7 +171,6 @@ def plan_and_verify(search: Search, console: Console) -> tuple[Plan, dict[Candid
     except DoesNotFit as error:
         raise ConfigError(f"{error}; {verified_remedies(error.smallest.layout, search)}") from error
     verified = search.verify(plan)
-    search.verify_simpler(plan, verified)
     print_table(console, verified_table(verified, search))
     if others := [found for found in plan.fitting if found.layout not in verified]:
         print_table(console, closed_form_table(others))

@@ -18,6 +18,7 @@ from lab.measure.cluster import ClusterSpec
 from lab.pages.plots import BESIDE, plot
 from lab.planner.depth import Estimate
 from lab.planner.layouts import FIELDS, CandidateLayout, Prediction, value_of
+from lab.planner.nearest import nearest_lines
 from lab.planner.remedies import Remedy
 from lab.planner.search import Search
 from parallel.validation.fields import shown
@@ -76,8 +77,8 @@ def chosen_lines(fitting: Mapping[CandidateLayout, Estimate], search: Search) ->
         stated = "error of the projection" if cluster.median_error is not None else "assumed error of the projection"
         yield (
             f"a tie: {len(tied)} layouts are within the {stated}, {search.error:.0%}, of the fastest ({tied[0]}, "
-            f"{_seconds(fitting[tied[0]].seconds)} s); the simplest wins: fewer divided or offloaded states, then a "
-            "smaller tensor size, then more room"
+            f"{_seconds(fitting[tied[0]].seconds)} s); the one with the most room wins, and of equal "
+            "ones that with fewer divided or offloaded states, then with a smaller tensor size"
         )
     yield (
         f"{found.device_peak_bytes / 1e9:.1f} GB at the peak, {found.device_peak_bytes / cluster.gpu_memory_bytes:.0%} "
@@ -92,6 +93,7 @@ def chosen_lines(fitting: Mapping[CandidateLayout, Estimate], search: Search) ->
     if settings.data.mask_documents:
         yield "documents are kept apart: time and MFU are those of one document a sequence, which takes the most time"
     yield f"the whole run: {search.cost(found)}{cluster.remark}"
+    yield from nearest_lines(settings, cluster, search.world_size)
 
 
 def launch_lines(search: Search, path: Path) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """The search for a layout: closed forms say which ones are tried, dry runs what they take, and ties are resolved.
 
-Of the layouts whose times differ by less than the error of the projection, the simplest one wins.
+Of the layouts whose times differ by less than the error of the projection, the one with the most room wins.
 """
 
 import sys
@@ -218,21 +218,6 @@ class Search:
                     tensor_sizes.add(layout.tensor_size)
         return verified
 
-    def verify_simpler(self, plan: Plan, verified: dict[CandidateLayout, Estimate]) -> None:
-        """Estimate layouts that are simpler than the one to use and may tie, until one of them does.
-
-        Those may tie whose lower bound, by closed forms, is within the error of the lowest one.
-        """
-        limit = (1 + self.error) * min(found.overlapped_seconds for found in plan.fitting)
-        for found in sorted(plan.fitting, key=lambda one: (one.layout.simplicity, *closed_form_rank(one))):
-            fitting = self.fitting(verified)
-            if not fitting or found.layout.simplicity >= self.choose(fitting)[0].simplicity:
-                return
-            is_tried = any(one.simplicity == found.layout.simplicity for one in verified)
-            if not is_tried and found.overlapped_seconds <= limit:
-                show_progress(f"dry run {len(verified) + 1}, of a simpler layout: {found.layout}")
-                verified[found.layout] = self.estimate(found.layout)
-
     @property
     def error(self) -> float:
         """The relative error within which projected times on the cluster are a tie."""
@@ -241,13 +226,13 @@ class Search:
     def choose(self, fitting: Mapping[CandidateLayout, Estimate]) -> tuple[CandidateLayout, list[CandidateLayout]]:
         """Return the layout to use, and all those that tie with the fastest within the error, the fastest first.
 
-        Of these it is the one with the fewest divided or offloaded states, then with the smallest tensor size, then
-        with the most room.
+        Of these it is the one with the most room, to a tenth of a GB, then with the fewest divided or offloaded states,
+        then with the smallest tensor size.
         """
         by_time = sorted(fitting, key=lambda one: fitting[one].seconds)
         limit = (1 + self.error) * fitting[by_time[0]].seconds
         tied = [one for one in by_time if fitting[one].seconds <= limit]
-        return min(tied, key=lambda one: (one.simplicity, fitting[one].device_peak_bytes)), tied
+        return min(tied, key=lambda one: (round(fitting[one].device_peak_bytes, -8), one.simplicity)), tied
 
 
 def largest(fits: Callable[[int], bool], first: int, step: int = 1) -> int:

@@ -136,7 +136,7 @@ def extrapolation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Search, "extrapolate", lambda *arguments: Extrapolation(*arguments))
 
 
-@pytest.mark.parametrize(("kind", "expected"), [([], "a tie"), (["--largest"], "77 layers")])
+@pytest.mark.parametrize(("kind", "expected"), [([], "chosen: tensor 16, "), (["--largest"], "77 layers")])
 def test_the_command_prints_a_plan_and_writes_the_settings_of_its_best_run(
     extrapolation: None, capsys: pytest.CaptureFixture[str], tmp_path: Path, kind: list[str], expected: str
 ):

@@ -15,7 +15,8 @@ from lab.measure.cluster import ClusterSpec
 from lab.planner import depth
 from lab.planner.depth import Estimate, ShallowRun, shallow_runs
 from lab.planner.layouts import FIELDS, CandidateLayout, Prediction, Store, activation_bytes, candidate_layouts, predict
-from lab.planner.plan import constraints, main, with_tokens
+from lab.planner.nearest import nearest_lines, published_rows
+from lab.planner.plan import check_rates, constraints, main, with_tokens
 from lab.planner.plan_report import chosen_lines, constraint_lines
 from lab.planner.remedies import remedies
 from lab.planner.search import Plan, Search, closed_form_rank
@@ -165,20 +166,42 @@ LAYOUTS = [
 @pytest.mark.parametrize(
     ("seconds", "gigabytes", "best", "num_tied"),
     [
-        ([1.0, 1.06, 1.05, 1.08, 1.06, 1.2], [20, 10, 20, 30, 10, 30], 2, 5),  # more room than the next one
-        ([1.0, 1.06, 1.08, 1.05, 1.06, 1.2], [20, 10, 30, 20, 10, 30], 3, 5),
-        ([1.0, 1.06, 1.2, 1.2, 1.06, 1.2], [20, 10, 20, 20, 10, 30], 1, 3),  # one divided state, and none offloaded
-        ([1.0, 1.2, 1.2, 1.2, 1.2, 1.05], [20, 10, 20, 20, 10, 30], 5, 2),
-        ([1.0, 1.2, 1.2, 1.2, 1.2, 1.2], [20, 10, 20, 20, 10, 30], 0, 1),
+        ([1.0, 1.06, 1.05, 1.08, 1.06, 1.2], [20, 12, 20, 30, 10, 30], 4, 5),
+        ([1.0, 1.06, 1.08, 1.05, 1.06, 1.2], [20, 10, 30, 20, 10, 30], 1, 5),  # one divided state, and none offloaded
+        ([1.0, 1.2, 1.2, 1.2, 1.2, 1.05], [20, 10, 20, 20, 10, 30], 0, 2),  # simpler, with less room
+        ([1.0, 1.2, 1.2, 1.2, 1.2, 1.05], [20, 10, 20, 20, 10, 20.03], 5, 2),
+        ([1.0, 1.2, 1.2, 1.2, 1.2, 1.2], [20, 10, 20, 20, 10, 10], 0, 1),
     ],
 )
-def test_of_layouts_within_the_error_the_simplest_wins(seconds, gigabytes, best, num_tied):
+def test_of_layouts_within_the_error_the_one_with_most_room_wins(seconds, gigabytes, best, num_tied):
     estimates = {one: estimate(s, gb) for one, s, gb in zip(LAYOUTS, seconds, gigabytes, strict=True)}
     of_ten_percent = search(cluster=dataclasses.replace(DGX_2, median_error=0.1))
     chosen, tied = of_ten_percent.choose(estimates)
     assert (chosen, len(tied)) == (LAYOUTS[best], num_tied)
     printed = " ".join(chosen_lines(estimates, of_ten_percent))
     assert ("a tie" in printed) == (num_tied > 1)
+
+
+def test_products_in_fp8_need_a_cluster_file_with_their_rates():
+    h100 = ROOT / "configs/clusters/dgx-h100.yaml"
+    fp8 = settings("--train.matmul=fp8", "--train.precision=bf16")
+    with pytest.raises(ConfigError, match=r"dgx-h100.yaml has no peak_fp8_tflops, .* choose .*/hgx-h100.yaml"):
+        check_rates(fp8, ClusterSpec.load(h100), h100)
+    check_rates(fp8, ClusterSpec.load(h100.with_name("hgx-h100.yaml")), h100)
+    check_rates(settings(), ClusterSpec.load(h100), h100)
+
+
+def test_a_plan_shows_the_nearest_rows_on_its_gpus_and_what_none_of_them_has():
+    h100 = ClusterSpec.load(ROOT / "configs/clusters/dgx-h100.yaml")
+    shape = "--model.num_layers=24", "--model.hidden_size=2048", "--model.num_heads=16"
+    found = list(nearest_lines(settings(*shape, "--model.seq_length=2048"), h100, 8))
+    assert found[1].startswith("  MosaicML_H100-24x2048-n8-s2048-b")
+    assert len(found) == 4
+    longest = max(int(row["seq"]) for row in published_rows() if row["gpu"] == "H100")
+    (last,) = list(nearest_lines(settings(*shape, f"--model.seq_length={2 * longest}"), h100, 8))[4:]
+    assert last == f"  none has more than {longest} tokens: the error at model.seq_length={2 * longest} is unknown"
+    (only,) = nearest_lines(settings(), dataclasses.replace(h100, peak_half_tflops=1.0), 8)
+    assert only.startswith("no published row is on GPUs of dgx-h100")
 
 
 SMALL = "--model.num_layers=8", "--model.hidden_size=1024", "--model.num_heads=16"
@@ -234,7 +257,7 @@ def test_what_is_given_is_fixed_unless_it_is_freed_or_auto(tmp_path: Path):
     found = constraints(given, 32, None)
     assert found == {"parallel.tensor_size": "command line", "zero.stage": f"{file}, line 2"}
     assert list(constraints(given, 32, ["zero.stage"])) == ["parallel.tensor_size"]
-    assert constraints(given, 32, []) == {}
+    assert constraints(given, 32, []) == {"parallel.tensor_size": "command line"}, "an option stays"
     with pytest.raises(ConfigError, match=r"--free=zero.overlap is no setting of the layout; choose parallel"):
         constraints(given, 32, ["zero.overlap"])
     chosen = settings("--zero.stage=1", "--parallel.tensor_size=2")
