@@ -16,7 +16,7 @@ import gzip
 import hashlib
 import json
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -45,6 +45,8 @@ class Estimate:
     device_peak_bytes: float
     host_peak_bytes: float
     seconds: float
+    memory: dict[str, float] = field(default_factory=dict)  # of the device's peak, by kind of tensor
+    time: dict[str, float] = field(default_factory=dict)  # computing, and waiting: for each lane, by how busy it is
 
 
 @dataclass(frozen=True)
@@ -55,9 +57,15 @@ class DepthExtrapolation:
     estimates: tuple[Estimate, Estimate]
 
     def at(self, num_layers: float) -> Estimate:
-        shallow, deeper = (vars(estimate).values() for estimate in self.estimates)
         steps = (num_layers - self.depths[0]) / (self.depths[1] - self.depths[0])
-        return Estimate(*(a + steps * (b - a) for a, b in zip(shallow, deeper, strict=True)))
+
+        def on_line(one: Any, other: Any) -> Any:
+            if isinstance(one, dict):
+                return {name: on_line(one.get(name, 0.0), other.get(name, 0.0)) for name in one | other}
+            return one + steps * (other - one)
+
+        shallow, deeper = (vars(estimate).values() for estimate in self.estimates)
+        return Estimate(*map(on_line, shallow, deeper))
 
     def max_layers(self, device_bytes: float, host_bytes: float = math.inf) -> int:
         """Return the most layers whose peaks fit the rank's memory on device and host; 0 if one layer does not fit."""
@@ -80,6 +88,7 @@ class ShallowRun:
     kernels: list[Kernel]
     events: list[CommEvent]
     num_left_out: float = 0.0  # micro-batches of a step that the dry run does not have
+    memory: dict[str, float] = field(default_factory=dict)  # of the device's peak, by kind of tensor
 
     @classmethod
     def of(cls, settings: Settings, num_left_out: int) -> Self:
@@ -94,6 +103,7 @@ class ShallowRun:
             found.kernels,
             found.events,
             num_left_out,
+            {str(kind): num_bytes for kind, num_bytes in found.peak[DEVICE].items()},
         )
 
     @classmethod
@@ -122,7 +132,6 @@ def shallow_runs(
     Raise ConfigError as `dry_run` does. Their last activation checkpoint has as many layers as that of the model at
     its full depth, and their buckets have the size of its buckets.
     """
-    depths = depths or DEPTHS
     path = path_of(settings, folder, depths) if folder else None
     if path and path.exists():
         first, second = map(ShallowRun.parse, json.loads(gzip.decompress(path.read_bytes())))
@@ -138,8 +147,8 @@ def shallow_runs(
     return first, second
 
 
-def path_of(settings: Settings, folder: Path, depths: tuple[int, int]) -> Path:
-    text = f"{settings} {depths} {Path(kernel_log.__file__).read_text()}"
+def path_of(settings: Settings, folder: Path, depths: tuple[int, int] | None = None) -> Path:
+    text = f"{settings} {depths or DEPTHS} {Path(kernel_log.__file__).read_text()}"
     return folder / f"{hashlib.sha256(text.encode()).hexdigest()[:20]}.json.gz"
 
 
@@ -196,4 +205,9 @@ def estimate(run: ShallowRun, cluster: ClusterSpec, audit_share: float = 0.0) ->
     """Return the memory that was recorded, and the time that a step, with audits, is projected to take."""
     timeline = project(run.kernels, run.events, cluster, run.shape)
     seconds = timeline.seconds + run.num_left_out * timeline.micro_batch_seconds
-    return Estimate(run.num_parameters, run.device_peak_bytes, run.host_peak_bytes, seconds * (1 + audit_share))
+    seconds *= 1 + audit_share
+    busy = timeline.busy_seconds()
+    share = busy.pop("compute", 0.0) / timeline.seconds if timeline.seconds else 0.0
+    waiting = (1 - share) * seconds / (sum(busy.values()) or 1.0)
+    time = {"computing": share * seconds} | {f"waiting for {lane}": waiting * busy[lane] for lane in busy}
+    return Estimate(run.num_parameters, run.device_peak_bytes, run.host_peak_bytes, seconds, run.memory, time)

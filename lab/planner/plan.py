@@ -8,6 +8,7 @@ same. docs/dry_run.md describes the search.
 """
 
 import argparse
+import json
 import sys
 from collections.abc import Collection
 from dataclasses import replace
@@ -28,12 +29,15 @@ from lab.dryrun.run_cost import steps_for
 from lab.measure.cluster import ClusterSpec
 from lab.measure.recipes import RECIPES
 from lab.planner.depth import Estimate
+from lab.planner.explain import explanations
 from lab.planner.layouts import FIELDS, CandidateLayout, with_values
 from lab.planner.plan_report import (
     Choice,
     chosen_lines,
     closed_form_table,
     constraint_lines,
+    dry_run_path,
+    dry_run_record,
     front,
     front_table,
     launch_lines,
@@ -75,10 +79,15 @@ def main(arguments: list[str]) -> None:
         search, chosen = report_front(search, own.nodes, Path(own.front), console)
     else:
         chosen = (report_largest if own.largest else report_plan)(search, console)
-    path = Path(own.output or f"{settings.run.dir}/plan.yaml")
+    path, layout = Path(own.output or f"{settings.run.dir}/plan.yaml"), CandidateLayout.of(chosen)
+    search = replace(search, settings=chosen)
     write_settings(chosen, path)
-    for line in launch_lines(search, path):
+    record = dry_run_record(layout, search.estimate(layout), search)
+    dry_run_path(path).write_text(json.dumps(record, indent=1) + "\n")
+    for line in explanations(layout, search) if own.explain else ():
         console.print(line)
+    for line in launch_lines(search, chosen, path):
+        console.print(line, soft_wrap=True)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -95,6 +104,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", metavar="FILE", help=text)
     parser.add_argument("--largest", action="store_true", help="find the largest number of layers that fits")
     parser.add_argument("--front", metavar="PLOT", help="image file: also show which layouts save memory or GPU hours")
+    text = "say why the layouts lose that differ from the chosen one by a step of one setting"
+    parser.add_argument("--explain", action="store_true", help=text)
     parser.add_argument("--verify", type=int, default=DEFAULT_TO_VERIFY, help="number of layouts to verify by dry runs")
     return parser
 

@@ -5,11 +5,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rich.table import Column, Table
 
 from gpt.monitor.units import duration
+from gpt.settings.run import CheckpointSettings
 from gpt.settings.settings import Settings
 from lab.dryrun.collectives import right_aligned
 from lab.dryrun.report import budget_line
@@ -96,15 +97,32 @@ def chosen_lines(fitting: Mapping[CandidateLayout, Estimate], search: Search) ->
     yield from nearest_lines(settings, cluster, search.world_size)
 
 
-def launch_lines(search: Search, path: Path) -> Iterator[str]:
-    """Yield the commands that start a run with the settings in a file."""
+def launch_lines(search: Search, settings: Settings, path: Path) -> Iterator[str]:
+    """Yield how the settings in a file are run, and last the command that runs as pasted: Slurm starts several nodes.
+
+    It saves by time, since a plan knows no number of steps that suits.
+    """
     num_nodes, gpus_per_node = search.num_nodes, search.cluster.gpus_per_node
-    config = f"--config {shlex.quote(str(path))}"
-    launch = f"NNODES={num_nodes} RDZV=HOST:29500 RANKS_PER_NODE={gpus_per_node} scripts/launch/torchrun.sh"
+    minutes = settings.checkpoint.every_minutes or CheckpointSettings().every_minutes
+    options = f"--config {shlex.quote(str(path))} --checkpoint.every_minutes {minutes:g}"
+    launch = f"RANKS_PER_NODE={gpus_per_node} scripts/launch/torchrun.sh {options}"
     gpus = "" if gpus_per_node == 8 else f" --gpus-per-node={gpus_per_node}"
-    yield f"settings: {path}"
-    yield f"torchrun, on every node, where HOST is the first: {launch} {config}"
-    yield f"Slurm: sbatch --nodes={num_nodes}{gpus} scripts/launch/slurm.sbatch {config}"
+    yield f"settings: {path}; their dry run: {dry_run_path(path)}"
+    if num_nodes > 1:
+        yield f"without Slurm, on every node, where HOST is the first: NNODES={num_nodes} RDZV=HOST:29500 {launch}"
+        launch = f"sbatch --nodes={num_nodes}{gpus} scripts/launch/slurm.sbatch {options}"
+    yield f"start it from the repository's folder, with the data in {settings.data.path}:"
+    yield launch
+
+
+def dry_run_path(path: Path) -> Path:
+    return path.with_suffix(".dry_run.json")
+
+
+def dry_run_record(layout: CandidateLayout, estimate: Estimate, search: Search) -> dict[str, Any]:
+    """Return the dry run of a layout for JSON: bytes of a rank, seconds of a step, and the parts of both."""
+    where = {"cluster": search.cluster.name, "gpus": search.world_size, "fits": search.fits(estimate)}
+    return where | {"layout": vars(layout), "mfu": search.mfu(estimate)} | vars(estimate)
 
 
 def _seconds(number: float) -> str:

@@ -6,6 +6,7 @@ Of the layouts whose times differ by less than the error of the projection, the 
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 from gpt.settings.settings import Settings
@@ -177,9 +178,7 @@ class Search:
 
     def extrapolate(self, layout: CandidateLayout) -> DepthExtrapolation:
         """Return the extrapolation from two shallow dry runs with the layout."""
-        chosen = self._in_world(layout)
-        runs = shallow_runs(chosen, self.kept_runs)
-        return extrapolate(runs, self.cluster, chosen.audit_share(self.world_size))
+        return _extrapolated(self._in_world(layout), self.cluster, self.world_size, self.kept_runs)
 
     def _in_world(self, layout: CandidateLayout) -> Settings:
         in_world = replace(self.settings.dry_run, world_size=self.world_size)
@@ -233,6 +232,13 @@ class Search:
         limit = (1 + self.error) * fitting[by_time[0]].seconds
         tied = [one for one in by_time if fitting[one].seconds <= limit]
         return min(tied, key=lambda one: (round(fitting[one].device_peak_bytes, -8), one.simplicity)), tied
+
+
+@cache
+def _extrapolated(
+    settings: Settings, cluster: ClusterSpec, world_size: int, kept_runs: Path | None
+) -> DepthExtrapolation:
+    return extrapolate(shallow_runs(settings, kept_runs), cluster, settings.audit_share(world_size))
 
 
 def largest(fits: Callable[[int], bool], first: int, step: int = 1) -> int:

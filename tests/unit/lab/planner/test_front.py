@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import json
 import math
 import re
 from pathlib import Path
@@ -148,7 +149,10 @@ def test_the_command_prints_a_plan_and_writes_the_settings_of_its_best_run(
     printed = capsys.readouterr().out
     assert expected in printed
     assert f"scripts/launch/torchrun.sh --config {output}" in printed
-    assert f"sbatch --nodes=25 --gpus-per-node=16 scripts/launch/slurm.sbatch --config {output}" in printed
+    by_time = f"--config {output} --checkpoint.every_minutes 30"
+    assert printed.splitlines()[-1] == f"sbatch --nodes=25 --gpus-per-node=16 scripts/launch/slurm.sbatch {by_time}"
+    record = json.loads(output.with_suffix(".dry_run.json").read_text())
+    assert (record["gpus"], record["fits"], record["layout"]["tensor_size"]) == (400, True, 16)
     chosen = parse_settings(["--config", str(output)])
     assert (chosen.train.global_batch_size, chosen.train.steps) == (800, math.ceil(1e9 / 800 / 1024))
     assert (chosen.model.num_layers == 77) == bool(kind)
