@@ -12,7 +12,7 @@ and a rank holds only the elements that it reads.
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,13 +22,13 @@ from torch import Tensor
 from parallel.validation.errors import ConfigError
 from zero.checkpoint.layout_file import layout_of, rank_file
 from zero.checkpoint.schema import shown
-from zero.checkpoint.tensor_file import OnRead, TensorFile
+from zero.checkpoint.tensor_file import OnRead, TensorFile, no_one_hears, open_unbuffered
 from zero.core.partition.layout import rectangles
 
 PER_BLOCK = re.compile(r".*_per_([1-9][0-9]{0,8})")  # a kind of state that has one value for so many elements
 MASTER = "master"  # the kind of tensor that every parameter has: its master weights
 PART_NAME = re.compile(r"(0|[1-9][0-9]{0,17})\.(\w+)\.(0|[1-9][0-9]{0,17})")  # "3.exp_avg.640"
-MAX_OPEN_FILES = 32
+MAX_OPEN_FILES = 512  # at a time; what their headers say is kept of all
 BLOCK_NUMEL = 2**22  # elements that are read at once if only some columns of a parameter are needed
 
 
@@ -92,12 +92,13 @@ class SavedState:
     `description` is that of `RankState.describe` on those ranks; `on_read` is that of a `TensorFile`.
     """
 
-    def __init__(self, folder: Path, description: dict[str, Any], *on_read: OnRead):
+    def __init__(self, folder: Path, description: dict[str, Any], on_read: OnRead = no_one_hears):
         self.folder = folder
         self.data_size, self.tensor_size = description["data_size"], description["tensor_size"]
         self._layouts = [layout_of(buffer) for buffer in description["buffers"]]
         self.parameters = saved_parameters(description)
-        self.file = lru_cache(MAX_OPEN_FILES)(lambda rank: TensorFile(rank_file(folder, rank), *on_read))
+        opened = lru_cache(MAX_OPEN_FILES)(open_unbuffered)
+        self.file = cache(lambda rank: TensorFile(rank_file(folder, rank), on_read, opened))
         self._kinds: dict[Path, list[str]] = {}
 
     def state_kinds(self, name: str) -> list[str]:

@@ -6,11 +6,14 @@
 The eight digits are the CRC-32 of the whole file, which is computed while the digits are zeros.
 """
 
+import ctypes
+import errno
 import json
 import os
 import re
 import zlib
 from collections.abc import Callable
+from ctypes import c_int64, get_errno
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -18,9 +21,14 @@ from parallel.validation.errors import ConfigError
 from parallel.validation.paths import remove
 from zero.checkpoint.schema import Schema, parse_json
 
-CHUNK_BYTES = 2**24
+CHUNK_BYTES, MIN_WRITE_BACK_BYTES = 2**24, 2**20
+SYNC_FILE_RANGE_WRITE = 2  # in linux/fs.h
+NO_ROOM = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
 NO_CHECKSUM = "0" * 8
 CHECKSUM = re.compile(rb'"crc32": ?"([0-9a-f]{8})"')
+
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class DamageError(ConfigError):
@@ -91,6 +99,20 @@ def replace_text(path: Path, text: str) -> None:
     # Rename only after the new text is on the disk: a crash can then not leave an incomplete file.
     partial.replace(path)
     flush_folder(path.parent)
+
+
+def reserve(file: BinaryIO, num_bytes: int) -> None:
+    """Take room on the disk for an empty file, if the file system can. Raises OSError if there is too little."""
+    # Not `os.posix_fallocate`, which writes to every block of the file if the file system cannot.
+    if _LIBC.fallocate(file.fileno(), 0, c_int64(0), c_int64(num_bytes)) and (number := get_errno()) in NO_ROOM:
+        raise OSError(number, os.strerror(number))
+
+
+def begin_write_back(file: BinaryIO, num_bytes: int) -> None:
+    """Let the system write the last bytes of a file to the disk, so that `flush` has less to wait for."""
+    if num_bytes >= MIN_WRITE_BACK_BYTES:
+        start = c_int64(file.tell() - num_bytes)
+        _LIBC.sync_file_range(file.fileno(), start, c_int64(num_bytes), SYNC_FILE_RANGE_WRITE)
 
 
 def flush(file: BinaryIO) -> None:

@@ -15,7 +15,9 @@ import math
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -24,7 +26,16 @@ from torch import Tensor
 
 from parallel.validation.errors import ConfigError
 from zero.checkpoint.schema import COUNT, Schema, check, parse_json, shown
-from zero.checkpoint.sealed_file import CHUNK_BYTES, NO_CHECKSUM, Seal, checksum_digits, checksum_offset, flush
+from zero.checkpoint.sealed_file import (
+    CHUNK_BYTES,
+    NO_CHECKSUM,
+    Seal,
+    begin_write_back,
+    checksum_digits,
+    checksum_offset,
+    flush,
+    reserve,
+)
 
 DTYPE_NAMES = {
     torch.float64: "F64",
@@ -61,21 +72,26 @@ def write_tensors(
 ) -> Seal:
     """Write tensors from any device to one file, flush it to the disk, and return its seal.
 
-    Raises OSError if that fails, and ConfigError if the format has no such type as that of a tensor.
+    Raises OSError if that fails, before anything is written if the disk has no room for it, and ConfigError if the
+    format has no such type as that of a tensor. A chunk is hashed and written at the same time.
     `on_chunk` is called after each chunk of at most `CHUNK_BYTES`.
     """
     # The tensors with the largest elements are first, so that every tensor is aligned.
     by_alignment = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
     header = _header(by_alignment, {"crc32": NO_CHECKSUM, **(metadata or {})})
     num_bytes = len(header) + sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    with path.open("wb") as file:
+    with path.open("wb") as file, ThreadPoolExecutor(1) as hasher:
+        reserve(file, num_bytes)
         file.write(header)
-        checksum = zlib.crc32(header)
+        hashed = hasher.submit(zlib.crc32, header)
         for tensor in by_alignment.values():
             for chunk in _chunks(tensor):
+                # When the chunk before it is hashed: so no more than two are in memory.
+                hashed = hasher.submit(zlib.crc32, chunk, hashed.result())
                 file.write(chunk)
-                checksum = zlib.crc32(chunk, checksum)
+                begin_write_back(file, len(chunk))
                 on_chunk()
+        checksum = hashed.result()
         # Last: the checksum, which is in the header, also covers everything after the header.
         file.seek(checksum_offset(header))
         file.write(checksum_digits(checksum))
@@ -92,20 +108,28 @@ class TensorEntry:
     offset: int  # of its first byte in the file
 
 
+def no_one_hears(_path: Path, _offset: int, _num_bytes: int) -> None:
+    """Ignore what is read."""
+
+
 class TensorFile:
     """A reader of any range of any tensor of a safetensors file.
 
     The types, shapes and offsets of all tensors are compared with the size of the file. `on_read` hears of (file,
-    offset, bytes) before each read, also of the header. Raises ConfigError if the file cannot be read, or is not a
-    safetensors file.
+    offset, bytes) before each read, also of the header, which is read once. `opened` returns the file of a path; it
+    may close the least recently used ones. Raises ConfigError if the file cannot be read, or is not a safetensors file.
     """
 
-    def __init__(self, path: Path, on_read: OnRead = lambda _path, _offset, _num_bytes: None):
-        self.path, self._on_read = path, on_read
+    def __init__(
+        self,
+        path: Path,
+        on_read: OnRead = no_one_hears,
+        opened: Callable[[Path], BinaryIO] | None = None,
+    ):
+        self.path, self._on_read, self._opened = path, on_read, opened or cache(open_unbuffered)
         on_read(path, 0, LENGTH_BYTES)
         try:
-            self._file = path.open("rb", buffering=0)
-            self.entries, self.metadata = _read_header(self._file, path, on_read)
+            self.entries, self.metadata = _read_header(self._opened(path), path, on_read)
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
 
@@ -148,24 +172,30 @@ class TensorFile:
             raise ConfigError(f"{self.path} is damaged: {shown(name)} is {entry.dtype}, {out.dtype} is needed")
         if elements.stop > math.prod(entry.shape):
             raise ConfigError(f"{self.path}: {name} has {math.prod(entry.shape)} elements, {elements.stop} are needed")
-        self._file.seek(entry.offset + elements.start * entry.dtype.itemsize)
+        file = self._opened(self.path)
+        file.seek(entry.offset + elements.start * entry.dtype.itemsize)
         if out.dtype == entry.dtype and not out.is_cuda:
-            self._fill(out)
+            self._fill(file, out)
             return
         chunk = torch.empty(min(len(out), CHUNK_BYTES // entry.dtype.itemsize), dtype=entry.dtype)
         for part in out.split(max(1, len(chunk))):
-            self._fill(chunk[: len(part)])
+            self._fill(file, chunk[: len(part)])
             part.copy_(chunk[: len(part)])
 
-    def _fill(self, out: Tensor) -> None:
+    def _fill(self, file: BinaryIO, out: Tensor) -> None:
         """Read the file from its current position into the memory of `out`."""
         left = _memory_of(out)
-        self._on_read(self.path, self._file.tell(), len(left))
+        self._on_read(self.path, file.tell(), len(left))
         while len(left):
-            num_read = self._file.readinto(left)
+            num_read = file.readinto(left)  # type: ignore[attr-defined]
             if not num_read:
                 raise ConfigError(f"{self.path} is damaged: it is {len(left)} bytes too short")
             left = left[num_read:]
+
+
+def open_unbuffered(path: Path) -> BinaryIO:
+    """Open a file of which ranges are read."""
+    return path.open("rb", buffering=0)
 
 
 def _are_alike(saved: torch.dtype, present: torch.dtype) -> bool:

@@ -1,5 +1,6 @@
 """Export of checkpoints: what is compared before it, and where the tokenizer comes from."""
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,9 +12,27 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data.chosen_tokenizers import character_tokenizer
 from gpt.checkpoint.export import export_checkpoint, main
+from gpt.checkpoint.layout import read_run
 from parallel.validation.errors import ConfigError
 from tests.unit.gpt.checkpoint.runs import change_layout
 from tests.unit.gpt.pretrained.test_tokenizer_files import write_corpus
+from zero.checkpoint import saved_state
+from zero.checkpoint.saved_state import SavedState
+
+
+def test_a_header_is_read_once_however_few_files_may_be_open(runs: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(saved_state, "MAX_OPEN_FILES", 1)
+    checkpoint, headers = runs / "run-a/step-00000002", list[str]()
+
+    def on_read(path: Path, offset: int, _num_bytes: int) -> None:
+        headers.extend([path.name] if offset == 0 else [])
+
+    saved = SavedState(checkpoint, read_run(checkpoint).layout["state"], on_read)
+    before = len(os.listdir("/proc/self/fd"))
+    for name in saved.parameters:
+        saved.whole(name)
+    assert len(os.listdir("/proc/self/fd")) == before + 1
+    assert sorted(headers) == ["rank-00000.safetensors", "rank-00001.safetensors"]
 
 
 def assert_refused(checkpoint: Path, message: str) -> None:

@@ -8,6 +8,7 @@ import safetensors.torch
 import torch
 
 from parallel.validation.errors import ConfigError
+from tests.programs import files_of_at_most
 from zero.checkpoint import sealed_file, tensor_file
 from zero.checkpoint.sealed_file import flush_folder, verify, write_json
 from zero.checkpoint.tensor_file import TensorFile, write_tensors
@@ -35,6 +36,13 @@ def test_safetensors_reads_what_was_written(tmp_path, monkeypatch):
         for read in (found[name], file.tensor(name)):
             assert read.dtype == tensor.dtype
             assert read.equal(tensor)
+
+
+def test_a_disk_without_room_is_noticed_before_anything_is_written(tmp_path):
+    chunks: list[None] = []
+    with files_of_at_most(300), pytest.raises(OSError, match="File too large"):
+        write_tensors(tmp_path / "a", {"a": torch.zeros(1000)}, on_chunk=lambda: chunks.append(None))
+    assert (chunks, (tmp_path / "a").read_bytes()) == ([], b"")
 
 
 def test_any_range_is_read_into_any_dtype(tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import os
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -60,7 +61,7 @@ class LateThread(threading.Thread):
 def test_training_may_change_what_is_saved_as_soon_as_a_save_has_begun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_async: bool
 ):
-    monkeypatch.setattr(threading, "Thread", LateThread)
+    monkeypatch.setattr(module, "threading", SimpleNamespace(Thread=LateThread))
     values = torch.arange(5.0)
     writer = make_writer(values, is_async)
     for number in range(2):  # the second asynchronous save finds the copies of the first
