@@ -100,7 +100,6 @@ class Trainer:
             samples_before = partial(consumed_samples_after, self._settings.train)
             self._progress = self._recovery.resume(self._settings.to_yaml(), samples_before)
             first = self._progress.step
-            self._records.warn_if_rate_changed(first)
             self._watch.saved()  # from here on, time counts to the next one
             with (
                 self._records.tracked(first),

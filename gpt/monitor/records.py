@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from gpt.builder.loss_guard import SpikeDetector
 from gpt.builder.train_state import TrainState
 from gpt.monitor.console import RunConsole, summary_table
 from gpt.monitor.sinks import Sink, SinkThread, sink_openers
-from gpt.run_folder.files import LOSS_PLOT, MetricsFile, read_steps, written_if_possible
+from gpt.run_folder.files import LOSS_PLOT, MetricsFile, each_step, read_steps, written_if_possible
 from gpt.settings.option_names import in_option_names
 from gpt.settings.schedule import rate_change
 from gpt.settings.settings import Settings
@@ -21,6 +21,7 @@ from gpt.settings.settings import Settings
 logger = logging.getLogger(__name__)
 
 SECONDS_TO_FINISH, SECONDS_TO_ABORT = 60.0, 10.0  # after a run that has succeeded, and one that has failed
+DRAWN = "step", "tokens", "loss", "validation_loss"
 SPIKE_FACTOR, NUM_AVERAGED = 2.0, 10  # a logged loss is a spike if it is twice the average of about ten losses
 
 
@@ -35,26 +36,29 @@ class Records:
         self._spikes = SpikeDetector(SPIKE_FACTOR, decay=1 - 1 / NUM_AVERAGED, num_warmup=NUM_AVERAGED)
         self._summary: dict[str, Any] = {}
         self._failures: list[str] = []  # of saves, and of a checkpoint that a resume did not use
+        self._drawn: list[dict[str, Any]] = []  # of all steps: the file is not read again at each plot
         self._last_plotted: dict[str, Any] = {}
 
-    def warn_if_rate_changed(self, num_done: int) -> None:
-        """Warn if the settings give the last logged step another learning rate than it had."""
+    def _warn_if_rate_changed(self, last: Mapping[str, Any]) -> None:
         schedule, steps = self._settings.schedule, self._settings.train.steps
-        records = read_steps(self.folder) if self._is_first else []
-        if records and "lr" in records[-1] and num_done < steps:
-            step, rate = records[-1]["step"], records[-1]["lr"]
-            if change := rate_change(schedule, self._settings.optimizer.lr, steps, step, rate):
-                logger.warning("%s", change)
+        if "lr" in last and (
+            change := rate_change(schedule, self._settings.optimizer.lr, steps, last["step"], last["lr"])
+        ):
+            logger.warning("%s", change)
 
     @contextmanager
     def tracked(self, num_done: int) -> Iterator[None]:
         """Let the sinks follow the run inside this context; it continues after `num_done` steps.
 
+        Warns if the settings give the last logged step another learning rate than it had.
         A run that is finished is not followed again.
         """
         if self._is_first and num_done < self._settings.train.steps:
-            history = read_steps(self.folder)
-            openers = sink_openers(self._settings, num_done)
+            openers, history, last = sink_openers(self._settings, num_done), [], {}
+            for last in each_step(self.folder):
+                self._drawn.append(_drawn(last))
+                history += [last] if openers else []
+            self._warn_if_rate_changed(last)
             self._sinks = [SinkThread(name, open_sink, history) for name, open_sink in openers.items()]
             for reason in self._failures:
                 self._alert("save", reason)
@@ -75,12 +79,14 @@ class Records:
             self._call_sinks(lambda sink: sink.log(record))
             if spike := self._spike(record["loss"]):
                 self._alert("spike", f"step {record['step']}: {spike}")
+            self._drawn.append(_drawn(record))
             if "validation_loss" in record:
-                self._plot(read_steps(self.folder))
+                self._plot()
 
     def roll_back(self, step: int) -> None:
         """Discard what was logged after `step`, with an alert."""
         self._metrics.roll_back(step)
+        self._drawn = [record for record in self._drawn if record["step"] <= step]
         self._call_sinks(lambda sink: sink.roll_back(step))
         self._alert("spike", f"bad losses: the run was rolled back to step {step}")
 
@@ -108,7 +114,8 @@ class Records:
         if not records:
             return
         console.show(summary_table(state, self._settings.train, records))
-        if self._plot(records):
+        self._drawn = list(map(_drawn, records))
+        if self._plot():
             console.say(f"{LOSS_PLOT} and all other files of the run are in {self.folder}")
         self._summary = records[-1]
 
@@ -133,13 +140,18 @@ class Records:
             return f"the loss is {loss}"
         return f"the loss is {loss:.4g}, {loss / self._spikes.mean.item():.1f} times its mean"
 
-    def _plot(self, records: list[dict[str, Any]]) -> bool:
+    def _plot(self) -> bool:
         """Plot the loss of all steps, unless the last plot shows them; return whether the file could be written."""
         plot = self.folder / LOSS_PLOT
-        if records[-1] != self._last_plotted:
+        if self._drawn[-1] != self._last_plotted:
             with written_if_possible(plot):
                 from gpt.monitor.plot import plot_loss  # imported here, because only the first rank needs matplotlib
 
-                plot_loss(records, plot)
-                self._last_plotted = records[-1]
+                plot_loss(self._drawn, plot)
+                self._last_plotted = self._drawn[-1]
         return plot.is_file()
+
+
+def _drawn(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a plot needs of a record."""
+    return {name: record[name] for name in DRAWN if name in record}

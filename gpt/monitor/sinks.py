@@ -3,7 +3,7 @@
     training ---- queue ----> a thread ----> W&B            one queue and thread per sink: a sink that hangs or fails
              `--- queue ----> a thread ----> TensorBoard    is switched off, and never delays or stops the training
 
-A sink first gets all steps of metrics.jsonl, so it is complete even if the run resumes, or was killed and lost data:
+A sink first gets all steps of metrics.jsonl, and is complete even if the run resumes, or was killed and lost data:
 TensorBoard shows every step once, and W&B has one run with one curve, however often the program was started.
 """
 
@@ -27,26 +27,30 @@ from parallel.validation.paths import unlink_link
 logger = logging.getLogger(__name__)
 
 MAX_PENDING = 100_000  # calls in the queue of a sink, above which it is switched off
-RUN_ID = "wandb_run_id"
+RUN_ID, LOGGED = "wandb_run_id", "logged"
 SECONDS_TO_UPLOAD = 50.0  # W&B stops uploading after this time; the rest stays in RUN/wandb
 
 
 class TensorboardRun:
-    """The event files of one run, in RUN/tensorboard.
+    """The event files of one run, in RUN/tensorboard, with the last step that is in them, in the file `logged`.
 
-    Opening them hides the steps that earlier processes logged: the whole history is logged again.
+    Opening them hides the steps after `last_step`, and those that an earlier process may not have written: these are
+    logged again, if they are in the history.
     """
 
-    def __init__(self, run_dir: Path):
-        self._folder = run_dir / "tensorboard"
+    def __init__(self, run_dir: Path, last_step: int):
+        self._folder, self._step = run_dir / "tensorboard", last_step
         # A thread of TensorBoard that cannot write stores its error, which the next call of the writer raises here; it
         # would also print a traceback.
         print_traceback = threading.excepthook
         threading.excepthook = lambda failed: hasattr(failed.thread, "exception") or print_traceback(failed)
-        self._open(purge_step=0)
+        found = read_note(self._folder / LOGGED)
+        self._open(min(last_step, int(found)) if found.isdecimal() else 0)
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Record a logged step, unless the sink has it already."""
+        if record["step"] <= self._step:
+            return
         for name, value in record.items():
             if isinstance(value, (int, float)) and name != "step":
                 self._writer.add_scalar(name, value, record["step"])
@@ -56,11 +60,12 @@ class TensorboardRun:
             self._writer.add_text(f"sample/{number}", text, record["step"])
         self._step = record["step"]
         self._writer.flush()  # a killed process loses nothing that was logged
+        self._note_step()
 
     def roll_back(self, step: int) -> None:
         """Discard what was logged after `step`; those steps will be logged again."""
         self._writer.close()
-        self._open(purge_step=step + 1)
+        self._open(step)
 
     def alert(self, title: str, text: str) -> None:
         """Notify people who follow the run."""
@@ -75,11 +80,16 @@ class TensorboardRun:
         """Record how the run ended, and close the sink."""
         self._writer.close()
 
-    def _open(self, purge_step: int) -> None:
+    def _open(self, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # only users of this sink need the package
 
-        self._writer = SummaryWriter(str(self._folder), purge_step=purge_step)
-        self._step = purge_step
+        self._writer = SummaryWriter(str(self._folder), purge_step=step + 1)
+        self._step = step
+        unlink_link(self._folder / LOGGED)
+        self._note_step()
+
+    def _note_step(self) -> None:
+        (self._folder / LOGGED).write_text(str(self._step))
 
 
 class WandbRun:
@@ -180,7 +190,7 @@ def sink_openers(settings: Settings, last_step: int) -> dict[str, Callable[[], S
     run_dir, config = Path(settings.run.dir), yaml.safe_load(settings.to_yaml())
     openers: dict[str, Callable[[], Sink]] = {}
     if settings.run.tensorboard:
-        openers["TensorBoard"] = lambda: TensorboardRun(run_dir)
+        openers["TensorBoard"] = lambda: TensorboardRun(run_dir, last_step)
     if settings.wandb.mode != "disabled":
         is_same_run = last_step > 0 and settings.checkpoint.resume == "auto"
         openers["Weights & Biases"] = lambda: WandbRun(settings.wandb, run_dir, config, is_same_run)

@@ -75,7 +75,7 @@ def cut_metrics(folder: Path, last_step: int) -> None:
         return
     if metrics.is_symlink():  # such as of a folder that was copied as links: the file of the other run stays as it is
         _replace(metrics, metrics.read_bytes())
-    lines = _complete_lines(metrics)
+    lines = list(_complete_lines(metrics))
     damaged = [number for number, (_, record) in enumerate(lines, 1) if record is None]
     kept = b"".join(line for line, record in lines if record and record["step"] <= last_step)
     try:
@@ -166,12 +166,20 @@ def append_records(folder: Path, records: Sequence[dict[str, Any]]) -> None:
 
 def read_steps(folder: Path) -> list[dict[str, Any]]:
     """Return the records of the logged steps, in order. Lines that cannot be read are left out, with a warning."""
+    return list(each_step(folder))
+
+
+def each_step(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield what `read_steps` returns: all records of a long run need much memory."""
     metrics = folder / METRICS
-    records = [record for _, record in _complete_lines(metrics)] if metrics.exists() else []
-    if None in records:
-        first = records.index(None) + 1
-        logger.warning("%s: %d lines cannot be read, the first is line %d", metrics, records.count(None), first)
-    return [_with_nan(record) for record in records if record and "out_of_memory" not in record]
+    damaged = []
+    for number, (_, record) in enumerate(_complete_lines(metrics) if metrics.exists() else (), 1):
+        if record is None:
+            damaged.append(number)
+        elif "out_of_memory" not in record:
+            yield _with_nan(record)
+    if damaged:
+        logger.warning("%s: %d lines cannot be read, the first is line %d", metrics, len(damaged), damaged[0])
 
 
 def _with_nan(record: dict[str, Any]) -> dict[str, Any]:
@@ -179,12 +187,15 @@ def _with_nan(record: dict[str, Any]) -> dict[str, Any]:
     return {key: math.nan if value is None and key != "mfu" else value for key, value in record.items()}
 
 
-def _complete_lines(path: Path) -> list[tuple[bytes, dict[str, Any] | None]]:
-    """Return (line, record) of the lines of the file, without an unfinished last line that a crash may have left.
+def _complete_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+    """Yield (line, record) of the lines of the file, without an unfinished last line that a crash may have left.
 
     The record is None if the line cannot be read.
     """
-    return [(line + b"\n", _record(line)) for line in path.read_bytes().split(b"\n")[:-1]]
+    with path.open("rb") as file:
+        for line in file:
+            if line.endswith(b"\n"):
+                yield line, _record(line)
 
 
 def _record(line: bytes) -> dict[str, Any] | None:

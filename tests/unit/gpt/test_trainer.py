@@ -43,8 +43,8 @@ def test_a_resumed_run_warns_if_its_learning_rate_jumps(
     rate, following = (learning_rate(settings.schedule, settings.optimizer.lr, step, 100) for step in (19, 20))
     MetricsFile(tmp_path).append(record(20) if factor is None else record(20, lr=factor * rate))
     settings = replace(settings, run=replace(settings.run, dir=str(tmp_path)))
-    with caplog.at_level(logging.WARNING):
-        Records(settings, is_first=True).warn_if_rate_changed(step)
+    with caplog.at_level(logging.WARNING), Records(settings, is_first=True).tracked(step):
+        pass
     found = [message.partition(" (")[0] for message in caplog.messages]
     warning = f"step 20 had the learning rate {0.5 * rate:.2e}, and step 21 gets {following:.2e}"
     assert found == [f"warning: the schedule has changed: {warning}"] * is_warned

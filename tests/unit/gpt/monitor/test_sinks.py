@@ -110,6 +110,20 @@ def test_a_save_that_fails_is_an_alert_and_counted_in_the_records_that_follow(tm
     assert [step.get("failed_saves") for step in read_steps(tmp_path)] == [1, 2, 3]
 
 
+def test_an_evaluation_draws_all_steps_without_reading_them_again(tmp_path):
+    with tracked(tmp_path, records(3.0, 2.0)) as followed, mock.patch("gpt.monitor.plot.plot_loss") as plot:
+        followed.append({"step": 3, "loss": 9.0})
+        followed.roll_back(2)
+        (tmp_path / "metrics.jsonl").unlink()
+        followed.append({"step": 3, "loss": 1.0, "validation_loss": 1.5})
+    drawn, _ = plot.call_args.args
+    assert [(step["step"], step["loss"], step.get("validation_loss")) for step in drawn] == [
+        (1, 3.0, None),
+        (2, 2.0, None),
+        (3, 1.0, 1.5),
+    ]
+
+
 def test_a_sink_that_fails_is_switched_off_and_another_continues(tmp_path, caplog):
     def fails():
         raise OSError("no network")
@@ -190,11 +204,11 @@ def test_event_files_hold_every_step_once_after_a_kill_and_a_roll_back(tmp_path,
     # Event files are ordered by the second in which they were opened: each look at this clock is in another one.
     clock = SimpleNamespace(time=itertools.count(10**9).__next__)
     monkeypatch.setattr("tensorboard.summary.writer.event_file_writer.time", clock)
-    killed = TensorboardRun(tmp_path)
+    killed = TensorboardRun(tmp_path, 0)
     for step in records(3.0, 2.0, 9.0):
         killed.log(step)
-    resumed = TensorboardRun(tmp_path)
-    for step in records(3.0, 2.0, 1.0):
+    resumed = TensorboardRun(tmp_path, 2)
+    for step in records(9.0, 9.0, 1.0):  # it has the first two
         resumed.log(step)
     resumed.roll_back(2)
     resumed.log({"step": 3, "loss": 0.5, "grad_norm/blocks.0": 1.0, "samples": SAMPLES})
@@ -210,7 +224,7 @@ def test_a_thread_of_tensorboard_that_fails_prints_no_traceback_and_any_other_do
     pytest.importorskip("tensorboard", reason="the package tensorboard is not installed")
     printed = []
     monkeypatch.setattr(threading, "excepthook", printed.append)
-    tensorboard_run = TensorboardRun(tmp_path)
+    tensorboard_run = TensorboardRun(tmp_path, 0)
     of_tensorboard, other = (SimpleNamespace(thread=SimpleNamespace(**found)) for found in ({"exception": None}, {}))
     threading.excepthook(of_tensorboard)
     threading.excepthook(other)
@@ -219,7 +233,7 @@ def test_a_thread_of_tensorboard_that_fails_prints_no_traceback_and_any_other_do
 
 
 def test_event_files_hold_alerts_and_the_places_of_checkpoints(tmp_path, read_events):
-    tensorboard_run = TensorboardRun(tmp_path)
+    tensorboard_run = TensorboardRun(tmp_path, 0)
     tensorboard_run.log({"step": 7, "loss": 1.0})
     tensorboard_run.alert("spike", "the loss is nan")
     tensorboard_run.log_checkpoint(tmp_path / "step-00000007")
