@@ -6,7 +6,7 @@
     1      Python                       by an error of the program, with its traceback
     2      exit_as_rank (world.py)      by an error that the user can correct; also too little memory, bad losses, wrong
                                         replicas, and a last checkpoint that cannot be written
-    3      exit_as_rank                 by a collective that fails because another rank was lost
+    3      exit_as_rank                 by a collective, or a save, that fails because another rank was lost
     3      Watchdog (watchdog.py)       when no rank makes progress for run.hang_seconds, as soon as there is a mesh
     128+n  Stopping                     by a second signal n; before the first step, by the first one
     134    NCCL                         by a collective that fails on a GPU

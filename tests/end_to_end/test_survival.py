@@ -38,6 +38,7 @@ from tests.programs import (
     wait_for_end,
     wait_until,
 )
+from zero.checkpoint import writer
 
 LONG = {"train__steps": 10_000, "model__dropout": 0.1}
 
@@ -129,6 +130,20 @@ def test_a_rank_whose_peer_is_killed_ends_with_one_line_and_the_code_of_the_watc
     said = said_by(tmp_path, 0).read_text()
     assert re.findall("^error: .*", said, re.MULTILINE) == [said.splitlines()[-1]]
     assert "error: another rank or its node was lost (Connection" in said
+
+
+def run_with_frequent_beats(*arguments: str) -> None:
+    writer.WAIT_SECONDS = writer.BEAT_SECONDS = 0.2
+    writer.LOST_SECONDS = 1.0
+    run_program(*arguments)
+
+
+def test_a_rank_that_waits_for_a_save_ends_if_another_one_was_killed_in_it(corpus, tmp_path):
+    arguments = options(corpus, tmp_path / "run", train__steps=1, checkpoint__every=1, run__hang_seconds=0)
+    program = "-m", "lab.faults.failing_run", "--fault", "0:1:save.middle:1", "--", *arguments
+    with started_ranks(tmp_path, run_with_frequent_beats, *program, TORCHELASTIC_RESTART_COUNT="0") as ranks:
+        assert wait_for_end(ranks[0]) == 3
+    assert "error: another rank or its node was lost (Connection closed" in said_by(tmp_path, 0).read_text()
 
 
 def run_until_told_to_hang(hangs: Path, *arguments: str) -> None:

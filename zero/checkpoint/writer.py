@@ -38,6 +38,8 @@ from zero.checkpoint.tensor_file import write_tensors
 logger = logging.getLogger(__name__)
 
 WAIT_SECONDS = 5.0  # after which a rank that waits in the store looks for signals
+BEAT_SECONDS, LOST_SECONDS = 5.0, 30.0  # between signs of life; without one, a rank is lost
+LOST = "Connection closed by peer: "  # as gloo says it
 STALE_SECONDS = 90.0  # for which a client of a file server may not show what others have written
 STALE_POLL_SECONDS = 0.5
 
@@ -116,6 +118,7 @@ class CheckpointWriter:
         announce_host_read(tensors.values())
         thread = threading.Thread(target=write, daemon=True)
         thread.start()
+        threading.Thread(target=self._beat, args=(key, thread), daemon=True).start()
         self._pending = thread, lambda: self._outcome(key, title, final)
         if not self._host_copies:
             # Before training goes on: the thread reads the tensors themselves, which the next step changes.
@@ -124,7 +127,7 @@ class CheckpointWriter:
     def wait(self) -> Path | None:
         """Wait until the save that was begun is complete, and return its folder, or None if there is none.
 
-        Raises SaveError on all ranks if it failed on any.
+        Raises SaveError on all ranks if it failed on any, and RuntimeError if a rank was lost while it wrote its file.
         """
         if self._pending is None:
             return None
@@ -138,7 +141,33 @@ class CheckpointWriter:
         # Counted in the store and not here: a second writer of the same folder must not find the first one's keys.
         return f"save/{final.name}/{self._mesh}/{self.store.add(f'saves/{self._mesh}/{self._rank}', 1)}"
 
-    def _wait_for(self, key: str) -> None:
+    def _beat(self, key: str, thread: threading.Thread) -> None:
+        """Show the first rank that this process runs, until its file is written."""
+        with suppress(RuntimeError):  # the store has ended
+            while thread.is_alive():
+                self.store.add(f"{key}/beats/{self._rank}", 1)
+                thread.join(BEAT_SECONDS)
+
+    def _end_if_lost(self, key: str, looks: list[tuple[float, dict[int, int]]]) -> None:
+        """End the save if a rank that has begun to write, and has not reported, shows no life any more."""
+        if self._rank > 0 or time.monotonic() - looks[-1][0] < LOST_SECONDS:
+            return
+        reported = {report["rank"] for report in self._reports(key)}
+        beats = {n: self.store.add(f"{key}/beats/{n}", 0) for n in range(self._num_ranks) if n not in reported}
+        if lost := [rank for rank, number in beats.items() if number and number == looks[-1][1].get(rank)]:
+            self._report(key, {"rank": lost[0], "error": f"{LOST}rank {lost[0]} has ended while it wrote its file"})
+            self.store.set(f"{key}/all_written", "")
+        looks.append((time.monotonic(), beats))
+
+    def _reports(self, key: str) -> list[dict[str, Any]]:
+        """Return what ranks have reported, by rank, when this one has."""
+        lines = self.store.get(f"{key}/reports").decode().splitlines()
+        return sorted(map(json.loads, lines), key=lambda report: report["rank"])
+
+    def _report(self, key: str, report: Mapping[str, Any]) -> None:
+        self.store.append(f"{key}/reports", json.dumps(report) + "\n")  # type: ignore[attr-defined]
+
+    def _wait_for(self, key: str, on_wait: Callable[[], None] = lambda: None) -> None:
         """Wait until a key is set. The store wakes all ranks: if each asked again and again, it would be kept busy."""
         while True:
             try:
@@ -147,6 +176,7 @@ class CheckpointWriter:
             except RuntimeError:
                 if self.store.check([key]):  # raises if the store has ended
                     return
+            on_wait()
 
     def _write_rank(self, key: str, partial: Path, tensors: Mapping[str, Tensor], file_origin: str) -> None:
         """Write this rank's file, and report its seal, or the error, to the store under `key`."""
@@ -161,17 +191,18 @@ class CheckpointWriter:
                 self._publication.on_written(partial, "seal" in report)
         except Exception as error:  # any error: the first rank waits until every rank has reported
             report["error"] = f"rank {self._rank}: {_reason(error)}"
-        self.store.append(f"{key}/reports", json.dumps(report) + "\n")  # type: ignore[attr-defined]
+        self._report(key, report)
         # After the report: the first rank reads all reports as soon as all ranks are counted.
         if self.store.add(f"{key}/num_written", 1) == self._num_ranks:
             self.store.set(f"{key}/all_written", "")
 
     def _complete(self, key: str, partial: Path, final: Path, layout: Mapping[str, Any]) -> None:
         """Wait for all ranks, give the checkpoint its final name, and report the outcome. The hosts call it."""
-        self._wait_for(f"{key}/all_written")
-        reports = [json.loads(line) for line in self.store.get(f"{key}/reports").decode().splitlines()]
-        reports.sort(key=lambda report: report["rank"])
-        reason = next((report["error"] for report in reports if "error" in report), "")
+        looks: list[tuple[float, dict[int, int]]] = [(time.monotonic(), {})]
+        self._wait_for(f"{key}/all_written", lambda: self._end_if_lost(key, looks))
+        reports = self._reports(key)
+        errors = [report["error"] for report in reports if "error" in report]
+        reason = next((error for error in errors if error.startswith(LOST)), errors[0] if errors else "")
         if not reason:
             try:
                 # In this order, a crash at any point leaves the older checkpoints usable: the folder gets its final
@@ -195,6 +226,9 @@ class CheckpointWriter:
 
     def _report_outcome(self, key: str, reason: str) -> None:
         """Set the outcome when every host has published or failed."""
+        if reason.startswith(LOST):  # a host may be lost, and none is waited for
+            self.store.set(f"{key}/outcome", reason)
+            return
         if (num_hosts := len(self._publication.hosts)) > 1:
             if reason:
                 self.store.set(f"{key}/failure", reason)
@@ -214,7 +248,10 @@ class CheckpointWriter:
     def _outcome(self, key: str, title: str, final: Path) -> Path:
         """Wait until the first rank has reported the outcome. Return the checkpoint, or raise SaveError."""
         self._wait_for(f"{key}/outcome")
-        if reason := self.store.get(f"{key}/outcome").decode():
+        reason = self.store.get(f"{key}/outcome").decode()
+        if reason.startswith(LOST):
+            raise RuntimeError(reason)
+        if reason:
             raise SaveError(
                 f"checkpoint {title} cannot be written to {final.parent}: {reason}; {self._publication.remedy}"
             )
