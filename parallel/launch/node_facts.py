@@ -213,7 +213,10 @@ def _source_files() -> Iterator[Path]:
 
 
 def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.is_file() else "missing"
+    if not path.is_file():
+        return "missing"
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
 
 def _nearest_existing(folder: Path) -> Path:
