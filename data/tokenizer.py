@@ -4,11 +4,12 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import Self
 
 import tokenizers
-from tokenizers import models, pre_tokenizers, processors
+from tokenizers import decoders, models, pre_tokenizers, processors
 
 from data.errors import DataError
 from data.sidecar import TOKENIZER, Sidecar
@@ -80,7 +81,15 @@ class Tokenizer:
         return ""
 
     def decode(self, ids: Iterable[int]) -> str:
-        return self._backend.decode([int(token) for token in ids], skip_special_tokens=False)
+        added, model = self._backend.get_added_tokens_decoder(), self._backend.model
+        if not isinstance(self._backend.decoder, decoders.ByteLevel):
+            added = {}  # other decoders read tokens together with those around them
+        added = {id: token for id, token in added.items() if model.id_to_token(id) is None}
+        # The library takes characters of an added token for bytes, if they are of the byte-level alphabet.
+        return "".join(
+            "".join(added[id].content for id in run) if is_added else self._backend.decode([*run], False)
+            for is_added, run in groupby(map(int, ids), added.__contains__)
+        )
 
     def token(self, id: int) -> str:
         """Return the token that has an id."""

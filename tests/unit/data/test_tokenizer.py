@@ -225,6 +225,15 @@ def test_a_text_with_characters_that_the_tokenizer_lacks_is_refused(kind):
         tokenizer.encode_batch([whole, "rü e"])
 
 
+def test_added_tokens_of_any_characters_are_decoded_as_they_are():
+    """The alphabet of a byte-level tokenizer has letters, such as Ö for a byte."""
+    backend = Backend.from_str(train_tokenizer(TEXTS, 300).text)
+    backend.add_tokens(["ilÖveyou"])
+    tokenizer, text = Tokenizer(backend, 0), "a č b\r ilÖveyou Ö 日"
+    assert tokenizer.decode([*tokenizer.encode(text), 0]) == f"{text}<|endoftext|>"
+    assert tokenizer.decode([]) == ""
+
+
 def test_a_panic_of_the_library_is_an_error_of_one_line(tmp_path):
     """A damaged table of a normalizer makes it panic, when it is read or when it is used."""
     content = json.loads(llama_2().to_str())
