@@ -262,7 +262,7 @@ def write_config(folder: Path, config: ModelConfig, tokenizer: Tokenizer | None,
             _, initial = _read_config(origin / CONFIG)
             config = replace(config, seq_length=max(config.seq_length, initial.seq_length))
         if tokenizer is None:
-            content = parse_json((origin / CONFIG).read_bytes(), {}, origin / CONFIG)
+            content = parse_json(read_limited(origin / CONFIG, SETTINGS_BYTES), {}, origin / CONFIG)
             ids = {name: content.get(name) for name in SPECIAL_IDS}
     config_to_transformers(config, ids).save_pretrained(folder)
     if tokenizer:
