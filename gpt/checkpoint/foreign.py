@@ -5,6 +5,7 @@ a parameter are then cut into rectangles of transformers' tensors, so it reads w
 """
 
 import logging
+import zlib
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -21,11 +22,13 @@ from parallel.validation.errors import ConfigError
 from zero.checkpoint.adam import COUNTS_PER_GROUP
 from zero.checkpoint.folders.folder import DistributedFolder, Naming, load_state, renamed, same_name
 from zero.checkpoint.folders.state import DistributedState
+from zero.checkpoint.layout_file import OTHER_WRITERS
 from zero.checkpoint.rank_state import check_same
 from zero.checkpoint.schema import shown
 from zero.checkpoint.state_dicts.chunked_tensor import Chunk, ChunkedTensor
 
 logger = logging.getLogger(__name__)
+BEGINNING_BYTES = 1 << 20  # of a file, which ranks compare
 
 
 def load_foreign(folder: Path, writer: str, state: TrainState, samples_before: Callable[[int], int]) -> Progress:
@@ -33,7 +36,7 @@ def load_foreign(folder: Path, writer: str, state: TrainState, samples_before: C
 
     The settings of this run hold, such as betas. No folder names an order of samples, which a warning says; those of
     `writer` DeepSpeed say how many were read, and otherwise they are `samples_before` the step. Raises ConfigError if
-    the folder is damaged, or is of another model or optimizer.
+    the folder is damaged, or is of another model or optimizer, or if ranks find different ones.
     """
     there = DistributedFolder(folder)
     naming, ignored = _naming(there, state.config)
@@ -54,7 +57,9 @@ def load_foreign(folder: Path, writer: str, state: TrainState, samples_before: C
     step = there.count(f"state.{first}.step") if step is None else step
     if step is None:
         raise ConfigError(f"{folder} does not say its number of steps, as states of Adam do; choose another folder")
-    check_same(state.mesh, step, folder)
+    described = next(path for pattern in OTHER_WRITERS for path in sorted(folder.glob(pattern)))
+    with described.open("rb") as file:  # DCP writes a random number there in each save, DeepSpeed weights
+        check_same(state.mesh, zlib.crc32(file.read(BEGINNING_BYTES), step), folder)
     origin = "as many as it has read" if num_samples is not None else f"where {step} steps of this run would end"
     num_samples = samples_before(step) if num_samples is None else num_samples
     logger.warning(

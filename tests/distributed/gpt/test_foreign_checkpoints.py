@@ -1,5 +1,6 @@
 """Runs of other programs go on here: FSDP2's and DeepSpeed's, of models of transformers and of this project's GPT."""
 
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,11 +18,14 @@ from gpt.checkpoint.layout import Progress
 from gpt.pretrained.families import config_to_transformers, family_of
 from gpt.shape.config import ModelConfig
 from parallel.mesh import Mesh
+from parallel.validation.errors import ConfigError
 from tests.distributed.gpt.test_checkpoint_layouts import CONFIG, GLOBAL_BATCH, LayoutCase, build, logical, save, train
 from tests.oracle.deepspeed_files import write_deepspeed
 from tests.pretrained_weights import weights_from_transformers
 from tests.ranks import run_ranks
+from tests.unit.gpt.checkpoint.runs import tiny_state, train_step
 from tests.unit.gpt.model.models import preset_config
+from zero import DistributedState
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 NAMES = ("gpt2", "llama", "llama2", "qwen3")
@@ -128,3 +132,31 @@ def test_a_run_of_deepspeed_goes_on_with_the_same_moments(
         ).items()
     }
     assert_goes_on(config, layouts, tmp_path / "deepspeed", steps(model, optimizer, range(3, 8), 0, 1), whole)
+
+
+def errors_of_resuming_from_what_each_rank_finds(folder: Path) -> list[str]:
+    errors = []
+    with contextlib.chdir(folder / str(torch.distributed.get_rank())):
+        for name in ("dcp", "deepspeed"):
+            with pytest.raises(ConfigError) as raised:
+                load(Path(name), tiny_state())
+            errors.append(str(raised.value))
+    return errors
+
+
+def test_ranks_that_find_different_checkpoints_of_the_same_step_at_one_path_load_none(tmp_path: Path):
+    for rank in range(2):
+        state = tiny_state(seed=rank)
+        for step in range(2):
+            train_step(state, step)
+        content = DistributedState(state.model, state.optimizer).state_dict()
+        dcp.save({"app": content}, checkpoint_id=tmp_path / str(rank) / "dcp", no_dist=True)
+        module = state.model.unwrap()
+        adamw = torch.optim.AdamW(module.parameters())
+        for param in module.parameters():
+            param.grad = torch.ones_like(param)
+        adamw.step()
+        write_deepspeed(tmp_path / str(rank) / "deepspeed", 2, 1, module, adamw)
+    found = run_ranks(2, errors_of_resuming_from_what_each_rank_finds, tmp_path)
+    assert found[0] == found[1]
+    assert all(error.startswith("the ranks find different checkpoints in ") for error in found[0]), found
