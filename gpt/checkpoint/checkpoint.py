@@ -34,7 +34,7 @@ from gpt.run_folder.files import written_if_possible
 from gpt.shape.config import ModelConfig
 from parallel.validation.errors import ConfigError
 from zero.checkpoint.layout_file import is_complete, writer_of
-from zero.checkpoint.rank_state import RankState
+from zero.checkpoint.rank_state import RankState, damaged_on_all
 from zero.checkpoint.sealed_file import DamageError, flush_folder, replace_text
 from zero.checkpoint.writer import CheckpointWriter, Publication
 
@@ -107,7 +107,7 @@ def load(
         return load_foreign(checkpoint, writer, state, samples_before)
     own = rank_state(state)
     with _remedy_in_errors(checkpoint):
-        saved = read_run(checkpoint)
+        saved = damaged_on_all(own.mesh, lambda: read_run(checkpoint))
     check_run(checkpoint, saved, own, state.config, data or {})
     with _remedy_in_errors(checkpoint):
         own.load(checkpoint, saved.layout, saved.progress.save_name)

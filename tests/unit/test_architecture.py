@@ -91,7 +91,7 @@ FLOORS = {
     "lab/faults":           "PRODUCT lab/acceptance",
     "lab/bench":            "PRODUCT lab/pages lab/measure",
     "lab/compare_commits":  "parallel parallel/launch lab/pages lab/bench",
-    "lab/paper":            "PRODUCT lab/pages lab/measure lab/planner",
+    "lab/paper":            "PRODUCT lab/pages lab/observe lab/measure lab/dryrun lab/planner",
     "lab/published":        "PRODUCT lab/pages lab/measure lab/dryrun lab/dryrun/costs lab/planner",
     "lab":                  "PRODUCT lab/pages lab/dryrun lab/bench",
 

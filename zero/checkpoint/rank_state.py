@@ -9,10 +9,10 @@
 "random.cpu", "random.cuda"    the states of torch's random generators
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from zero.core.step.pieces import Piece
 from zero.data_parallel import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
 
+T = TypeVar("T")
 NO_OPTIMIZER = ""  # in the place of an optimizer's class
 
 
@@ -147,15 +148,12 @@ class RankState:
         """
         mesh = self.mesh
         check_same(mesh, int(layout["crc32"], 16), checkpoint)
-        damage = ""
-        try:
+
+        def verify_own() -> None:
             for number in range(mesh.rank, len(layout["files"]), mesh.size):
                 verify_file(checkpoint, layout, number, save, mesh.log.note_progress)
-        except DamageError as error:
-            damage = str(error)
-        if mesh.data.min_over_ranks(mesh.tensor.min_over_ranks(-bool(damage))):
-            found = Decisions(mesh.rank, mesh.size, f"{mesh.first_rank}/{mesh.size}").decide(damage, list)
-            raise DamageError(next(filter(None, found)))
+
+        damaged_on_all(mesh, verify_own)
         self.load_verified(SavedState(checkpoint, layout["state"], lambda *_: mesh.log.note_progress()), layout)
 
     @torch.no_grad()
@@ -209,6 +207,19 @@ class RankState:
                 except (RuntimeError, TypeError) as error:
                     damage = f"{file.path} is damaged: {name} is not the state of a random generator"
                     raise ConfigError(damage) from error
+
+
+def damaged_on_all(mesh: Mesh, read: Callable[[], T]) -> T:
+    """Return what `read` does on this rank; raise DamageError on all ranks if it raises that on one. All call it."""
+    damage, found = "", None
+    try:
+        found = read()
+    except DamageError as error:
+        damage = str(error)
+    if mesh.data.min_over_ranks(mesh.tensor.min_over_ranks(-bool(damage))):
+        damages = Decisions(mesh.rank, mesh.size, f"{mesh.first_rank}/{mesh.size}").decide(damage, list)
+        raise DamageError(next(filter(None, damages)))
+    return cast(T, found)
 
 
 def check_same(mesh: Mesh, number: int, checkpoint: Path) -> None:

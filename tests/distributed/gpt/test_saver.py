@@ -34,6 +34,7 @@ from tests.ranks import run_ranks
 from tests.unit.gpt.builder.test_train_state import BASE
 from tests.unit.gpt.checkpoint.runs import DATA
 from zero.checkpoint import writer
+from zero.checkpoint.sealed_file import DamageError
 
 CPU = torch.device("cpu")
 
@@ -182,8 +183,11 @@ def test_a_rank_has_three_connections_to_the_store(tmp_path):
     assert run_ranks(2, connections_to_the_store, tmp_path) == [[1, 3], [1, 3]]
 
 
-def steps_with_a_listing_that_is_old_on_a_rank(folder: Path, old_on: int) -> list[int]:
-    """The steps of the checkpoints to which a run rolls back, and from which it resumes; then with damage."""
+def steps_with_a_listing_that_is_old_on_a_rank(folder: Path, old_on: int, fails_to_read: bool) -> list[int]:
+    """The steps of the checkpoints to which a run rolls back, and from which it resumes; then with damage.
+
+    If it `fails_to_read`, that rank alone cannot read the newest one.
+    """
     settings = parse_settings([f"--config={BASE}", f"--run.dir={folder}", "--checkpoint.fall_back=true"])
     state = build(settings, Mesh.create(1), torch.device("cpu"))
     listed, exists, is_old = Path.glob, Path.exists, [dist.get_rank() == old_on]
@@ -210,15 +214,26 @@ def steps_with_a_listing_that_is_old_on_a_rank(folder: Path, old_on: int) -> lis
         again = recovery()
         resumed = again.resume("")
         again.release()
-    if dist.get_rank() == 0:
+    read = checkpoint.read_run
+
+    def read_with_an_error(path: Path) -> checkpoint.SavedRun:
+        if path.name == "step-00000002" and dist.get_rank() == old_on:
+            raise DamageError(f"{path} cannot be read: Input/output error")
+        return read(path)
+
+    if dist.get_rank() == 0 and not fails_to_read:
         flip_bit(folder / "checkpoints/step-00000002/rank-00001.safetensors")
     dist.barrier()
-    fallen_back = recovery()
-    step = fallen_back.resume("").step
+    with mock.patch.object(checkpoint, "read_run", read_with_an_error if fails_to_read else read):
+        fallen_back = recovery()
+        step = fallen_back.resume("").step
     fallen_back.release()
     return [rolled_back.step, resumed.step, step, len(list((folder / "checkpoints").glob("old-1-*")))]
 
 
-@pytest.mark.parametrize("old_on", [0, 1])
-def test_all_ranks_go_on_from_the_newest_whole_checkpoint_if_one_has_an_old_listing_or_finds_damage(tmp_path, old_on):
-    assert run_ranks(2, steps_with_a_listing_that_is_old_on_a_rank, tmp_path / "run", old_on) == [[2, 2, 1, 1]] * 2
+@pytest.mark.parametrize(("old_on", "fails_to_read"), [(0, False), (1, True)])
+def test_all_ranks_go_on_from_the_newest_whole_checkpoint_if_one_has_an_old_listing_or_finds_damage(
+    tmp_path, old_on, fails_to_read
+):
+    found = run_ranks(2, steps_with_a_listing_that_is_old_on_a_rank, tmp_path / "run", old_on, fails_to_read)
+    assert found == [[2, 2, 1, 1]] * 2
