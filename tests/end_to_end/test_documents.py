@@ -47,6 +47,7 @@ CHANGES = {
     f" --config configs/gpt/6.7b.yaml {TINY} --train.steps 4",
     "--nodes=8 scripts/launch/slurm.sbatch --config configs/gpt/6.7b.yaml": "--nodes=8 scripts/launch/slurm.sbatch"
     f" --config configs/gpt/6.7b.yaml {TINY} --train.steps 6",
+    "--train.eval_samples 256 --train.sample_every 0": f"--train.sample_every 0 {FEW_STEPS}",
     # two nodes: their interpreter is a stub, which checks the settings
     "NNODES=2 RDZV=node0:29500": "NNODES=2 RDZV=node0:29500 PYTHON=python_of_a_node",
     # this machine has fewer cores
@@ -79,12 +80,14 @@ CHANGES = {
 ERRORS = {
     # There is no network.
     "python -m data.prepare --source HuggingFaceFW/fineweb-edu": (2, "cannot load the tokenizer gpt2"),
+    "python -m data.prepare --source Skylion007/openwebtext": (2, "cannot load the tokenizer gpt2"),
     "scripts/speedrun.sh nanogpt-124m": (2, "cannot load the tokenizer gpt2"),
     "scripts/acceptance.sh --gpus 4": (2, "--gpus=4: this machine has 0"),
     "scripts/acceptance.sh --long": (2, "--data=runs/data/openwebtext"),
 }
 # Commands that are not run, with the reason.
 NOT_RUN = {
+    "python -m lab.paper.today": "dry runs of minutes",
     "bash scripts/jsonl_to_scores.sh": "installs lm-evaluation-harness",
     "python -m lab.faults.two_nodes": "needs network namespaces; test_two_nodes.py does the same",
     "pip install 'setuptools<81' wheel": "installs DeepSpeed",
