@@ -340,7 +340,10 @@ class Engine(nn.Module):
         self._access.end_step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Discard all gradients, and what a backward that raised has left."""
+        """Discard all gradients, and what a backward that raised has left.
+
+        All ranks call it after such a backward, whose remaining reductions are launched first.
+        """
         self._passes.finalize()
         self.reducer.clear()
 

@@ -11,10 +11,10 @@ A step consists of these parts:
     update       bucket by bucket: cast the gradient, let each update change its pieces, write the owned parameters
     publish      bucket by bucket, while the next one is updated: all-gather the updated parameters
 
-[Note: a gradient that is not finite] makes the norm infinite or NaN on every rank, which `step` notices. Nothing has to
-be restored, because nothing is changed: each update gets the flag and leaves parameters and states as they are. If one
-takes no flag, the host reads it and calls no update. The gradients are discarded, and a dynamic loss scale counts the
-overflow. Buffers of the module, and what the user's code has changed in forward, are not restored.
+[Note: a gradient that is not finite] Such a gradient makes the norm infinite or NaN on every rank, which `step`
+notices. Nothing has to be restored, because no update is applied: each gets the flag and leaves parameters and states
+as they are. If one takes no flag, the host reads it and calls no update. The gradients are discarded, and a dynamic
+loss scale counts the overflow. Buffers of the module, and what user code has changed in forward, are not restored.
 
 The host waits for the device in `step` only: for the flag, if an update takes none; for the message of `skip_unused`;
 with states on the host, for the reduced gradients and the clip coefficient; and under a budget of memory, in the steps

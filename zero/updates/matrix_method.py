@@ -1,4 +1,4 @@
-"""Methods of updating matrices.
+"""The base of optimizers of matrices: what is computed of stretches, and of whole matrices.
 
     direction     the states of owned elements, and their values that are sent                element by element
     transform     the updates of equal matrices, from the directions of all of their elements  whole matrices

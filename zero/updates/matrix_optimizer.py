@@ -5,6 +5,6 @@ from zero.updates.matrix_update import MatrixUpdate
 
 
 class MatrixOptimizer(MatrixMethod):
-    """A method for groups of matrices with its updates over ranks; a class derived from it writes the steps."""
+    """The base class of an optimizer whose matrices are each computed by one rank: see `MatrixMethod`."""
 
     update_class = MatrixUpdate

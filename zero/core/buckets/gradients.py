@@ -9,12 +9,12 @@
     Transport          sends the message; its wait gives the result, times 1/N, to the sum
     GradientSum        sets, or adds to, what the rank keeps, on the device or the host      `rest`, `own`
 
-If messages are in fp16, 1/sqrt(N) is applied before the reduction, and the rest after it. `own` then is the mean over
+If messages are in fp16, 1/sqrt(N) is applied before the reduction, and 1/sqrt(N) after it. `own` then is the mean over
 the data ranks. `ZeroOptimizer.step` adds the tensor ranks' parts to it, of those parameters whose gradients are partial
 along the tensor axis (parallel/tensor/gradient_sums.py), before the norm; this sum is not divided by the number of
-tensor ranks. In two cases a hook adds them before `Passes` takes the gradient: if the `tensor` axis of `ZeroOptimizer`
-has one rank, or if the bits must not depend on the number of ranks. The message is what ranks send: the full gradients
-of a bucket, or their cast to `reduce_dtype`.
+tensor ranks. In two cases a hook adds them before `Passes` takes the gradient: if `ZeroOptimizer` was given no `tensor`
+axis, or if the bits must not depend on the number of ranks. The message is what ranks send: the full gradients of a
+bucket, or their cast to `reduce_dtype`.
 
 If full gradients persist, every bucket has staging memory of its own for the whole run; the sum is a view of it (stage
 1: 4 + 12/N bytes a parameter), or separate memory if it is on the host. If they are transient, a bucket takes staging

@@ -4,8 +4,8 @@ rest    the elements that the rank keeps, in the home of the optimizer's states:
         persist and that is the accelerator, else memory of its own
 own     the elements that the rank updates, a view of it
 
-A transport gives reduced messages to it by `add`, wherever it is. Transports that make a mean only at the end of
-a step have `set_mean`, `on_accelerator` and `summed_here` as well (`Transport.gives_means`). Values of any type are
+A transport gives reduced messages to it by `add`, wherever it is. Transports that make a mean only at the end of a step
+may also call `set_mean`, `on_accelerator` and `summed_here` of it (`Transport.gives_means`). Values of any type are
 rounded to that of the sum; those of the message may be overwritten.
 """
 

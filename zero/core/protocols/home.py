@@ -7,7 +7,8 @@
 `Home` is the memory of the accelerator itself, in which nothing is copied. Another memory is a subclass with
 `is_apart`: `new` decides where its tensors are, `device` what computes with them, and `fetch`, `store`, `read`,
 `scalars`, `gather`, `publish` and `gradient_sum` copy to and from the accelerator. One whose tensors the CPU reads,
-such as those of a mapped file, derives from `OnHost` (zero/homes/on_host.py) and has a `new` of its own.
+such as those of a mapped file, derives from `OnHost` (zero/homes/on_host.py) and has a `new` of its own. Moments are
+allocated by the torch optimizer in its first step, and are in the memory of `new` after `place` of the optimizer.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping

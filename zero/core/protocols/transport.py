@@ -182,7 +182,10 @@ class Transport:
         raise NotImplementedError
 
     def reset(self) -> None:
-        """Forget gradients of the present step: called after each step, and when a bucket is made or moved."""
+        """Forget gradients of the present step: called after each step, and when a bucket is made or moved.
+
+        What is kept from step to step, such as the error of compressed gradients, is not forgotten.
+        """
 
     def close(self) -> None:
         """Free memory that an engine's buckets share, and that is held between steps only to save allocations."""

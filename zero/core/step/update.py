@@ -5,7 +5,7 @@
 | an element | the element alone: Adam, SGD | shards may begin anywhere |
 | a block | consecutive elements of a parameter: 8-bit Adam | shards begin at blocks (`ZeroConfig.alignment`) |
 | a matrix | a whole matrix: Muon | the parts of a matrix are sent to one rank, and its result is sent back |
-| a row | a whole row | it is sent with its matrix, and `MatrixMethod.transform` computes each row by itself |
+| a row | a whole row | it is sent with its matrix, of which its own `transform` computes each row by itself |
 
 A class of optimizers whose granularity is a block declares its `granularity`, a number of elements. One that needs more
 than its rank owns declares an `update_class`: `MatrixOptimizer` has that of matrices and rows. Any other class is

@@ -47,9 +47,10 @@ class Passes:
     end is not noticed before `finalize`. Autograd does not report the end of a backward that raises either:
 
     raised in            leaves                                          until
-    a forward            no open call; units that were prefetched        the end of the next backward
+    a forward            units that were prefetched or are kept for      the end of the next backward
+                         their backward, and counts of open calls
     a backward, also     the units that it has unsharded                 `finalize`: the next forward, a step,
-    a nested one                                                         `zero_grad`, or the end of `accumulate()`
+    a nested one                                                         `zero_grad`, or a normal exit from `accumulate`
                          its gradients; if it was to reduce them,        `zero_grad`
                          a step or another backward raises before that
     `accumulate()`       nothing of its own                              -

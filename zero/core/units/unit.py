@@ -14,8 +14,8 @@
 
 `Unit.release` frees it by `FlatParameters.reshard`. A unit that is prefetched has no reader until it runs; if it never
 does, the end of the next backward frees it, a nested one if it ran there. Three callers free parameters whatever their
-readers: `ShardedOptimizer._publishing`, `Engine.loading_masters` and `Unit.unwrap`. [Note: keeping] is in
-zero/core/units/scheduler.py.
+readers: `ShardedOptimizer._publishing` and `Engine.loading_masters`, after which the readers still hold the unit, and
+`Unit.unwrap`. [Note: keeping] is in zero/core/units/scheduler.py.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
