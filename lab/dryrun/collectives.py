@@ -29,8 +29,9 @@ def read_profile(path: Path) -> list[dict[str, Any]]:
         file = next(file for file in files if file.is_file())
         return parse_json(read_limited(file, FACTS_BYTES), {"collectives": [ROW]}, file)["collectives"]
     except (StopIteration, OSError, ConfigError) as error:
+        reason = f" ({error})" if str(error) else ""
         raise ConfigError(
-            f"{path} has no profile of collectives ({str(error) or 'no file'}); name the folder of a real run past "
+            f"{path} has no profile of collectives{reason}; name the folder of a real run past "
             f"its step profile.collectives_step, which writes {PROFILE}, or of a dry run, which writes {REPORT}"
         ) from error
 

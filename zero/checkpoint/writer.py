@@ -111,6 +111,7 @@ class CheckpointWriter:
 
         def write() -> None:
             with suppress(RuntimeError):  # the store has ended, and with it this job: `wait` raises it too
+                self._show_life(key)  # before the file is begun: who shows none is not known to write
                 self._write_rank(key, partial, tensors, origin(self._rank, save))
                 if self._rank in self._publication.hosts:
                     self._complete(key, partial, final, layout)
@@ -144,9 +145,13 @@ class CheckpointWriter:
     def _beat(self, key: str, thread: threading.Thread) -> None:
         """Show the first rank that this process runs, until its file is written."""
         with suppress(RuntimeError):  # the store has ended
+            thread.join(BEAT_SECONDS)
             while thread.is_alive():
-                self.store.add(f"{key}/beats/{self._rank}", 1)
+                self._show_life(key)
                 thread.join(BEAT_SECONDS)
+
+    def _show_life(self, key: str) -> None:
+        self.store.add(f"{key}/beats/{self._rank}", 1)
 
     def _end_if_lost(self, key: str, looks: list[tuple[float, dict[int, int]]]) -> None:
         """End the save if a rank that has begun to write, and has not reported, shows no life any more."""
