@@ -47,7 +47,7 @@ from zero.core.step.grad_norm import GradNorm
 from zero.core.step.loss_scale import LossScale, SkippedSteps
 from zero.core.step.parameter_groups import as_groups
 from zero.core.step.pieces import OwnedPieces, OwnedState, Piece, UnusedParameters
-from zero.core.step.probe import probe, update_class_of
+from zero.core.step.probe import name_of, probe, update_class_of
 from zero.core.step.update import Update, UpdateContext
 
 Scales = dict[Home, tuple[Tensor, ...]]  # (clip coefficient, flag of a skipped step) as each home uses them
@@ -118,7 +118,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             device, alignment = model.homes.optimizer.device, model.config.alignment
             if one.instance is not None:
                 update_class_of(one.instance).check_states(one.instance)
-            state_bytes = probe(one.make, one.settings, device, one.groups, alignment, one.name)
+            state_bytes = probe(one.make, one.settings, device, one.groups, alignment, name_of(one.optimizer_class))
             by_number |= zip(one.numbers, zip(one.groups, state_bytes, strict=True), strict=True)
         groups, all_bytes = zip(*(by_number[number] for number in range(len(by_number))), strict=True)
         groups = as_groups(groups)  # checks that no parameter is in two of them
@@ -138,18 +138,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Give all optimizers their owned pieces, and each an update. All that refuses an optimizer is in here."""
         self._context = self._make_context(given)
         self.pieces = self._context.pieces
-        self.updates = [self._make_update(one) for one in given]
+        of_pieces, split = self.pieces.groups(self._context.groups), split_dims(self._model.module)
+        self.updates = []
+        for one in given:
+            optimizer = one.of_pieces([of_pieces[number] for number in one.numbers], self.pieces.by_param)
+            self.pieces.locate(optimizer, split, self.tensor)
+            self.updates.append(update_class_of(optimizer)(optimizer, one.numbers, self._context))
         self._assembled = Counter(bucket for update in self.updates for bucket in update.assembled)
         assembles = bool(self._assembled)
         if skip_unused:
             self._model.check_one_division("skip_unused")
         self._unused = UnusedParameters(self.pieces, self._model.module, skips=skip_unused, assembles=assembles)
-
-    def _make_update(self, given: Given) -> Update:
-        of_pieces = self.pieces.groups(self._context.groups)
-        optimizer = given.of_pieces([of_pieces[number] for number in given.numbers], self.pieces.by_param)
-        self.pieces.locate(optimizer, split_dims(self._model.module), self.tensor)
-        return update_class_of(optimizer)(optimizer, given.numbers, self._context)
 
     def _common_defaults(self) -> dict[str, Any]:
         """Return the defaults of the only optimizer, or those that all have."""

@@ -37,8 +37,10 @@ def without_adamw_groups(given: Given) -> Iterator[Given]:
     )
     own = [number for number in given.numbers if number not in of_adamw]
     own_settings = {k: v for k, v in given.settings.items() if k not in OF_ADAMW or k in kind.own_defaults}
-    is_known = (OF_ADAMW | OF_BOTH).__contains__ if own else lambda name: name not in kind.own_defaults
-    adam_settings = {k: v for k, v in given.settings.items() if is_known(k) or k in OF_ADAMW}
+    of_method = given.settings.keys() - OF_ADAMW - OF_BOTH
+    if not own:
+        of_method &= kind.own_defaults.keys()  # AdamW refuses the others
+    adam_settings = {k: v for k, v in given.settings.items() if k not in of_method}
     if own:
         yield replace(given, settings=own_settings, groups=_of(given, own), numbers=own)
     if of_adamw:

@@ -42,11 +42,6 @@ class Given:
             vars(made).update({name: value for name, value in own.items() if isinstance(value, PLAIN)})
         return made
 
-    @property
-    def name(self) -> str:
-        """The name of the class, or of the function that makes the optimizer."""
-        return getattr(self.optimizer_class, "__name__", str(self.optimizer_class))
-
     def of_pieces(self, groups: Groups, pieces: PiecesOf) -> Optimizer:
         """Return the optimizer of the owned `pieces` of parameters, which `groups` have in place of them.
 

@@ -2,8 +2,8 @@
 
 Shards ignore parameter boundaries, so the update of an element must not depend on other elements, unless the optimizer
 declares another granularity (`zero/core/step/update.py`). This is true of Adam and SGD. LAMB, Adafactor and torch's
-Muon compute with whole parameters: on shards they would silently train differently. An optimizer that
-begins to do so only after `NUM_PROBE_STEPS` steps is not noticed.
+Muon compute with whole parameters: on shards they would silently train differently. An optimizer that begins to do so
+only after `NUM_PROBE_STEPS` steps is not noticed.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -41,7 +41,7 @@ def probe(
     ConfigError if the results differ, if the optimizer refuses flat pieces, or if pieces that begin at multiples of
     `alignment` elements may cut its blocks.
     """
-    name = name or str(getattr(optimizer, "__name__", optimizer))
+    name = name or name_of(optimizer)
     found: dict[str, float] = {}
     keys = []
     for group in groups:
@@ -98,6 +98,11 @@ def _probe(name: str, make: Callable[[list[nn.Parameter]], Optimizer], device: t
         )
     states = [value for value in whole.state[param].values() if isinstance(value, Tensor) and value.dim() > 0]
     return sum(state.nbytes for state in states) / param.numel()
+
+
+def name_of(optimizer: Callable[..., Optimizer]) -> str:
+    """Return the name of a class of optimizers, or of a function that makes one."""
+    return str(getattr(optimizer, "__name__", optimizer))
 
 
 def _block_numel(make: Callable[[list[nn.Parameter]], Optimizer]) -> int:
