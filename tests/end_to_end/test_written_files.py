@@ -64,6 +64,7 @@ def run_noting_changes(notes: Path, *words: str) -> None:
                 changed = named.resolve() if event in FOLLOW else named.parent.resolve() / named.name
                 os.write(file, f"{json.dumps([str(named), str(changed)])}\n".encode())
 
+    sys.dont_write_bytecode = True  # of libraries that nobody has imported on this machine
     sys.addaudithook(note)
     run_program(*words)
 
