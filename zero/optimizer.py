@@ -8,6 +8,7 @@ import torch
 from parallel.validation.errors import ConfigError
 from zero.core.optimizer import ShardedOptimizer
 from zero.core.step.given import Given, Optimizers
+from zero.core.step.grad_norm import GradNorm
 from zero.data_parallel import ZeroDataParallel
 
 if TYPE_CHECKING:
@@ -63,6 +64,13 @@ class ZeroOptimizer(ShardedOptimizer):
                 found += without_adamw_groups(one)
             return found
         return given
+
+    def _norm_class(self) -> type[GradNorm]:
+        if not self._model.is_rank_invariant:
+            return super()._norm_class()
+        from zero.transports.block_norm import BlockNorm
+
+        return BlockNorm
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states as torch's optimizers do: `torch.distributed.checkpoint` saves and loads them in place.

@@ -47,7 +47,8 @@ FLOORS = {
     "zero/formulas":        "zero/core/partition",
     "zero/activations":     "parallel parallel/tensor zero/core/memory",
     "zero/extensions":      "parallel zero/core/protocols",
-    "zero/transports":      "parallel zero/core/partition zero/core/memory zero/core/protocols zero/fp8",
+    "zero/transports":      "parallel zero/core/partition zero/core/memory zero/core/protocols zero/core/buckets "
+                            "zero/core/step zero/fp8",
     "zero/homes":           "parallel zero/core/partition zero/core/memory zero/core/protocols",
     "zero/settings":        "parallel zero/core/partition zero/core/protocols zero/fp8 zero/transports zero/homes",
     "zero/homes/budget":    "parallel zero/settings zero/core/partition zero/core/protocols zero/core/buckets "

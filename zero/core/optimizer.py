@@ -100,7 +100,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for param, of_param in pieces.by_param.items():
             self.state[param] = OwnedState(of_param, self.update_of(pieces.group_of[param]).optimizer)
         split = {model.module.get_parameter(name) for name in split_dims(model.module)}
-        self.grad_norm = GradNorm(pieces.owned, pieces.params, self.tensor, split, self.loss_scale.scale)
+        self.grad_norm = self._norm_class()(pieces.owned, pieces.params, self.tensor, split, self.loss_scale.scale)
         self._sums = self._deferred_sums()
         self._bucket_groups = BucketGroups(pieces.flats, self.buckets, self._assembled)
         for update in self.updates:
@@ -110,6 +110,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _given(self, optimizer: Optimizers, groups: Iterable[Any] | None, settings: Mapping[str, Any]) -> list[Given]:
         """Return the torch optimizers that the arguments of the constructor describe."""
         return given_optimizers(optimizer, groups, settings, self._model.module.parameters())
+
+    def _norm_class(self) -> type[GradNorm]:
+        """Return the class of the norm of the gradients."""
+        return GradNorm
 
     def _make_context(self, given: Sequence[Given]) -> UpdateContext:
         """Check the optimizers, and find the owned pieces of their parameters."""

@@ -1,27 +1,26 @@
 """Norms of gradients that are sharded over many ranks: the global norm, and the norm of each layer."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import reduce
 from itertools import islice
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from parallel.autograd_internals import foreach_norm
 from parallel.memory_kinds import TensorKind
 from parallel.mesh import Axis
 from zero.core.buckets.bucket import Bucket
-from zero.core.partition.layout import NORM_BLOCK, Slice
+from zero.core.partition.layout import Slice
 from zero.core.protocols.home import Home
 
 # Elements whose squares a CPU sums at a time. It adds them in fp32 one after the other: without chunks, the norm of 17M
 # elements is wrong by 2e-4. A GPU adds them as a tree.
 CHUNK_NUMEL = 2**18
 NUM_NORMS = 16  # of chunks that are computed by one kernel on a GPU
-BLOCKS_CHUNK = 2**20  # elements whose squares, in fp64, exist at a time
-SUM_BITS = 62  # of the sum of all blocks
-SMALLEST_EXPONENT = -900  # so that the factor to integers is finite
+
+NumberedChunks = Callable[[Axis], Iterator[tuple[int, Tensor]]]
+"""The gradients of this rank that are counted along an axis, in chunks, each with the number of its sum."""
 
 
 class GradNorm:
@@ -31,8 +30,7 @@ class GradNorm:
     parameters that are not in `split` are replicated, and only the first tensor rank counts them.
 
     `owned` lists, for each bucket, the parts of parameters that this rank owns. Squares are added along the axis that
-    the bucket's transport counts, and along `tensor`. If transports are exact, the bits of a norm do not depend on who
-    owns an element.
+    the bucket's transport counts, and along `tensor`.
     """
 
     def __init__(
@@ -43,12 +41,7 @@ class GradNorm:
         split: Set[nn.Parameter],
         loss_scale: Tensor,
     ):
-        self._tensor, self._loss_scale = tensor, loss_scale
-        num_blocks = tensor.size * sum(2 + param.numel() // NORM_BLOCK for param in params)
-        num_kinds = max(bucket.transport.counted.size // bucket.transport.owners.size for bucket in owned)
-        self._num_blocks = (
-            num_kinds * num_blocks if all(bucket.transport.is_rank_invariant for bucket in owned) else None
-        )
+        self._params, self._tensor, self._loss_scale = params, tensor, loss_scale
         self._dtype = reduce(torch.promote_types, {bucket.master.dtype for bucket in owned}, torch.float32)
         counted = params if tensor.rank == 0 else params & split
         # Of each axis: whether squares are added in the order of ranks, which replicas need for the same bits.
@@ -69,11 +62,8 @@ class GradNorm:
     def temporary_bytes(self) -> int:
         """The bytes of a sum and of the norms of some chunks, each by itself, in a stack and squared; all in fp32.
 
-        The sums that are gathered, 4 bytes each, come after them. In blocks: the squares of a chunk in fp64 with their
-        halves; beside them stand 8 bytes for each block.
+        The sums that are gathered, 4 bytes each, come after them.
         """
-        if self._num_blocks is not None:
-            return 8 * 3 * BLOCKS_CHUNK
         gathered = [axis.size + 1 for axis, adds_in_order in self._adds_in_order.items() if adds_in_order]
         return 4 * (1 + max([3 * NUM_NORMS, *gathered]))
 
@@ -83,8 +73,6 @@ class GradNorm:
         Chunks are added in the order of the layout, wherever their buckets are placed: a run that was resumed may place
         them differently, and must get the same bits.
         """
-        if self._num_blocks is not None:
-            return self._over_blocks(((0, chunk) for axis in self._counted for _, chunk in self._chunks(axis)), 1)[0]
         found = []
         for axis in self._counted:
             squares, chunks = self._loss_scale.new_zeros((), dtype=self._dtype), self._chunks(axis)
@@ -114,23 +102,18 @@ class GradNorm:
                     grad = bucket.owned_part(bucket.grads.own, part.elements)
                     yield from ((numbers[layers[part.param]], chunk) for chunk in grad.split(CHUNK_NUMEL))
 
-        if self._num_blocks is not None:
-            all_chunks = (chunk for axis in self._counted for chunk in chunks_along(axis))
-            return dict(zip(numbers, self._over_blocks(all_chunks, len(numbers)), strict=True))
+        return dict(zip(numbers, self._of_numbered(chunks_along, len(numbers)), strict=True))
+
+    def _of_numbered(self, chunks_along: NumberedChunks, num_sums: int) -> Tensor:
+        """Return several norms, each of the chunks with its number."""
         found = []
         for axis in self._counted:
-            squares = self._loss_scale.new_zeros(len(numbers), dtype=self._dtype)
+            squares = self._loss_scale.new_zeros(num_sums, dtype=self._dtype)
             for number, chunk in chunks_along(axis):
                 norm = torch.linalg.vector_norm(chunk, dtype=squares.dtype)
                 squares[number] += norm.square().to(squares.device)
             found.append(self._along(axis, squares))
-        return dict(zip(numbers, self._norms(found), strict=True))
-
-    def _over_blocks(self, chunks: Iterable[tuple[int, Tensor]], num_sums: int) -> Tensor:
-        """Return the norms over all ranks, each of the chunks with its number."""
-        assert self._num_blocks is not None
-        totals, axes = self._loss_scale.new_zeros(num_sums, dtype=torch.int64), (*self._counted, self._tensor)
-        return (sums_of_squares(chunks, totals, axes, self._num_blocks).sqrt() / self._loss_scale).to(self._dtype)
+        return self._norms(found)
 
     def _norms(self, squares: Sequence[Tensor]) -> Tensor:
         """Return the norms, given the sums of squares along each axis."""
@@ -159,48 +142,6 @@ def _sum_of_squares(chunks: Sequence[tuple[Home, Tensor]], dtype: torch.dtype) -
         norms.update(zip(numbers, found, strict=True))
     first = norms[0]
     return torch.stack([norms[number].to(first.device) for number in range(len(chunks))]).square().sum()
-
-
-def sums_of_squares(
-    parts: Iterable[tuple[int, Tensor]], totals: Tensor, axes: Sequence[Axis], num_blocks: int
-) -> Tensor:
-    """Return sums over all ranks of the squares of flat gradients, in fp64, each part added to the sum with its number.
-
-    The bits are the same however the elements are divided over ranks:
-
-    gradients        | 256 elements | 256 elements | ...     from the beginning of a parameter: no shard cuts a block
-    sums of blocks   |      a       |      b       | ...     in fp64, halves of a block added to each other
-    fixed point      |   integer    |   integer    | ...     of 64 bits, below the largest block of all ranks
-    sum              integers, whose order does not matter
-
-    `totals` are integer zeros, one for each sum, and `num_blocks` is the number of blocks of all ranks, or more.
-    """
-    found = [(number, _squares_of_blocks(grad).to(totals.device)) for number, grad in parts]
-    own = [blocks.max() for _, blocks in found] or [totals.new_zeros((), dtype=torch.float64)]
-    largest = torch.stack(own).max()
-    for axis in axes:
-        largest = axis.gather_by_rank(largest).max()
-    exponent = torch.frexp(largest).exponent.clamp(min=SMALLEST_EXPONENT).double()
-    shift = SUM_BITS - num_blocks.bit_length()
-    factor, inverse = torch.exp2(shift - exponent), torch.exp2(exponent - shift)
-    for number, blocks in found:
-        totals[number] += (blocks * factor).round_().long().sum()
-    for axis in axes:
-        axis.all_reduce(totals, out=totals).wait()
-    # An element that is not finite leaves no integers.
-    return torch.where(largest.isfinite(), totals * inverse, largest)
-
-
-def _squares_of_blocks(grad: Tensor) -> Tensor:
-    """Return the sum of squares of each block: by element-wise additions, since a kernel's order depends on shapes."""
-    sums = []
-    for chunk in grad.split(BLOCKS_CHUNK):
-        squares = F.pad(chunk.double().square(), (0, -len(chunk) % NORM_BLOCK)).view(-1, NORM_BLOCK)
-        while squares.shape[1] > 1:
-            left, right = squares.chunk(2, dim=1)
-            squares = left + right
-        sums.append(squares.view(-1))
-    return torch.cat(sums)
 
 
 def layer_of(name: str) -> str:

@@ -7,11 +7,12 @@ from torch import Tensor, nn
 from lab.observe.memory_tracker import MemoryTracker
 from parallel.mesh import Axis
 from zero.core.step import grad_norm
-from zero.core.step.grad_norm import NUM_NORMS, layer_of, sums_of_squares
+from zero.core.step.grad_norm import NUM_NORMS, layer_of
 from zero.core.step.loss_scale import LossScale
 from zero.data_parallel import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
 from zero.settings.config import ZeroConfig
+from zero.transports.block_norm import sums_of_squares
 
 CPU = torch.device("cpu")
 
