@@ -272,7 +272,7 @@ class Trainer:
             "tokens": round(progress.consumed_samples * self._corpus.tokens_per_sample),
             "unix_time": round(time.time(), 3),
         }
-        record |= self._throughput.measure() | peak_memory(self.state.device, self.state.model.residency.earlier_peaks)
+        record |= self._throughput.measure() | peak_memory(self.state.device)
         record |= memory_by_kind(self.state.model, self.state.optimizer)
         record["skipped_steps"] = int(optimizer.num_skipped.item())
         if optimizer.loss_scale.is_dynamic:

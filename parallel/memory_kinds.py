@@ -84,20 +84,14 @@ def allocating(kind: TensorKind, *, on_host: bool = False) -> Iterator[None]:
 
 
 class PeakMeter:
-    """A meter of a device's peak since `restart`, read from CUDA's allocator, on a CPU from the active observers.
-
-    CUDA has one peak for all readers: `earlier_peaks` are the highest before a restart, (allocated, reserved) bytes.
-    """
+    """A meter of a device's peak since `restart`, read from CUDA's allocator, on a CPU from the active observers."""
 
     def __init__(self, device: torch.device):
         self._device = device
-        self.earlier_peaks = (0, 0)
 
     def restart(self) -> None:
         if self._device.type == "cuda":
-            allocated, reserved = self.earlier_peaks
-            allocated = max(allocated, torch.cuda.max_memory_allocated(self._device))
-            self.earlier_peaks = allocated, max(reserved, torch.cuda.max_memory_reserved(self._device))
+            _peaks_before_restart[self._device] = highest_peaks(self._device)
             torch.cuda.reset_peak_memory_stats(self._device)
         for observer in _memory_observers():
             observer.restart_peak()
@@ -107,6 +101,19 @@ class PeakMeter:
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
         return max((observer.peak_bytes() for observer in _memory_observers()), default=0)
+
+
+def highest_peaks(device: torch.device) -> tuple[int, int]:
+    """Return the most (allocated, reserved) bytes of a CUDA device, also before a `PeakMeter` has restarted.
+
+    CUDA has one peak for all readers.
+    """
+    allocated, reserved = _peaks_before_restart.get(device, (0, 0))
+    now = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+    return max(allocated, now[0]), max(reserved, now[1])
+
+
+_peaks_before_restart: dict[torch.device, tuple[int, int]] = {}
 
 
 def _memory_observers() -> list[MemoryObserver]:

@@ -1,26 +1,26 @@
 """The engine as users wrap a module in it: with what settings choose, and with torch's state dicts."""
 
 import logging
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from parallel.mesh import Axis
 from parallel.tensor.split_parameters import split_dims
+from parallel.tensor_tree import changes
 from parallel.torch_ranks import AxisLike, as_axis
 from parallel.validation.errors import ConfigError, check_type
 from zero.any_module.checks import check_module
 from zero.any_module.guarded_parameter import AnyModule
+from zero.chosen import extensions_of, homes_of, transports_of
 from zero.core.engine import Engine, InitialValues
 from zero.core.partition.stage import Lifetime
 from zero.core.protocols.extension import Extension
 from zero.core.protocols.home import Homes
 from zero.core.protocols.transport import Transport, TransportOf
-from zero.core.units.scheduler import Residency
-from zero.extensions.agreement import LaunchOrder
-from zero.settings.chosen import homes_of, transports_of
+from zero.core.units.hooks import Hook
 from zero.settings.config import NO_OFFLOAD, OffloadConfig, ZeroConfig
 
 if TYPE_CHECKING:
@@ -79,8 +79,24 @@ class ZeroDataParallel(Engine):
             device=homes.device if homes else device,
             param_dtype=param_dtype,
             cast_forward_inputs=cast_forward_inputs,
-            extensions=[LaunchOrder(data, config.policy.compared_axis(data)), *extensions],
+            extensions=[*extensions_of(config, offload, data, chosen.device), *extensions],
         )
+        refuse = Hook(_refuse_replacing)
+        self.end_with_engine(part.register_load_state_dict_pre_hook(refuse) for part in module.modules())
+
+    def named_modules(self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True) -> Any:
+        """Iterate over modules; names of parameters are those that the module inside this one gives them."""
+        yield prefix, self
+        yield from self.module.named_modules(memo, prefix, remove_duplicate)
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """Return a module by the name that `named_modules` gives it."""
+        is_own = target.partition(".")[0] in ("", "module")
+        return super().get_submodule(target) if is_own else self.module.get_submodule(target)
+
+    def get_parameter(self, target: str) -> nn.Parameter:
+        """Return a parameter by the name that `named_parameters` gives it."""
+        return self.module.get_parameter(target.removeprefix("module."))
 
     def parameter_chunks(self) -> "ParameterChunks":
         """Return how torch's state dicts have the parameters, and the optimizer's states of them.
@@ -143,6 +159,30 @@ class ZeroDataParallel(Engine):
         """Return where torch's `get_state_dict` finds the parts of the module by the names that they have in it."""
         return dict.fromkeys(["", *(name for name, _ in self.module.named_children())], "module")
 
+    def __deepcopy__(self, _memo: dict[int, Any]) -> NoReturn:
+        self._refuse_copy()
+
+    def __copy__(self) -> NoReturn:
+        self._refuse_copy()
+
+    def _replicate_for_data_parallel(self) -> NoReturn:
+        self._refuse_copy()
+
+    def _refuse_copy(self) -> NoReturn:
+        raise TypeError(
+            "a ZeroDataParallel cannot be copied; copy the module inside it, in `with model.gathered() as module:`"
+        )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Refuse what `.to`, `.double`, `.cuda` and others would change; torch calls this for all of them."""
+        for tensor in (*self.module.parameters(), *self.module.buffers()):
+            if changes(fn, tensor):
+                raise ValueError(
+                    f"a {tensor.dtype} on {tensor.device} inside ZeroDataParallel cannot be converted; convert the "
+                    "module before it is wrapped, or `unwrap()` it first"
+                )
+        return self
+
     def _chosen_bucket_numel(self, unit_numels: Sequence[int], dtype: torch.dtype) -> int:
         """Return the number of elements of a bucket; with auto, a chunk of which as little as possible is unfilled."""
         if self.offload.mode != "auto":
@@ -152,17 +192,6 @@ class ZeroDataParallel(Engine):
         numel, unfilled_numel = search_chunk_size(unit_numels, self.offload, self._transports.grain)
         logger.info("offload: chunks of %d elements, %d unfilled", numel, unfilled_numel)
         return numel
-
-    def _make_residency(self) -> Residency:
-        """Return what decides which units are prefetched and kept: a `PlacementPlanner` if there is a budget."""
-        if self.offload.mode != "auto" and self.offload.accelerator_memory_gb is None:
-            return super()._make_residency()
-        from zero.homes.budget.planner import PlacementPlanner
-
-        planner = PlacementPlanner(self.offload, self.homes, self._prefetch_numel())
-        pools = [self.reducer.reductions.staging, *(pool for home in self.homes.all for pool in home.pools.values())]
-        planner.check_units(self.units.values(), sum(pool.num_bytes for pool in pools))
-        return planner
 
 
 def check_arguments(
@@ -192,4 +221,18 @@ def check_arguments(
         raise ConfigError(
             f"OffloadConfig.states=[parameters] has no effect at ZeroConfig.stage={config.stage}, which keeps full "
             "parameters on the accelerator; add optimizer, or choose stage 3"
+        )
+
+
+def _refuse_replacing(_module: nn.Module, _state: Any, _prefix: str, metadata: dict[str, Any], *_: Any) -> None:
+    """Raise ValueError if `load_state_dict` is to replace parameters, and not to copy values to them."""
+    way = None
+    if metadata.get("assign_to_params_buffers"):
+        way = "load_state_dict(assign=True)", "assign=False"
+    elif torch.__future__.get_swap_module_params_on_conversion():
+        way = "torch.__future__.set_swap_module_params_on_conversion(True)", "it to False"
+    if way is not None:
+        raise ValueError(
+            f"{way[0]} would replace parameters that ZeroDataParallel has divided into buckets; set {way[1]}, or load "
+            "the state before the module is wrapped"
         )

@@ -24,10 +24,10 @@ from parallel.torch_internals import real_tensors
 from parallel.torch_ranks import AxisLike, as_axis
 from parallel.validation.errors import ConfigError
 from zero.any_module.checks import IS_COMPLEX
+from zero.chosen import levels_of
 from zero.core.buckets.flat import absent
 from zero.core.partition.layout import overlap
 from zero.core.partition.stage import Lifetime, ShardingPolicy
-from zero.settings.chosen import levels_of
 from zero.settings.config import NO_OFFLOAD, OffloadConfig
 
 UNSHARDED_NUMEL = 2**26

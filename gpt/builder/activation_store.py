@@ -12,8 +12,8 @@ from parallel.host_memory import physical_bytes
 from parallel.mesh import Axis, Mesh
 from zero.activations.checkpointed_blocks import ActivationsConfig
 from zero.activations.choice import Workload, choose_store
+from zero.chosen import blocks_of
 from zero.formulas import memory, traffic
-from zero.settings.chosen import blocks_of
 from zero.settings.config import ZeroConfig
 
 logger = logging.getLogger(__name__)

@@ -21,8 +21,8 @@ from parallel.torch_internals import largest_rounded_pinned_bytes
 from parallel.validation.errors import ConfigError, NodeError
 from parallel.world import World
 from zero.activations.stores import stored_bytes
+from zero.chosen import transport_of
 from zero.core.partition.stage import Lifetime
-from zero.settings.chosen import transport_of
 
 MASTER_BYTES = 4  # of an element
 GENERATIONS = 2  # of snapshots that exist at the same time

@@ -35,12 +35,12 @@ from parallel.torch_internals import options_of_exact_division
 from parallel.validation.errors import ConfigError
 from parallel.world import StartOptions, World
 from zero.activations.checkpointed_blocks import ActivationsConfig, check_replicas, checkpointed_blocks, recomputed
+from zero.chosen import blocks_of, levels_of
 from zero.core.partition.stage import Lifetime
 from zero.core.protocols.home import Homes
 from zero.core.step.loss_scale import LossScale
 from zero.data_parallel import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
-from zero.settings.chosen import blocks_of, levels_of
 from zero.sharded_init import ShardedInit
 from zero.transports.block_sums import Blocks
 

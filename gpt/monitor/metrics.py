@@ -10,6 +10,7 @@ from gpt.settings.training import TrainSettings
 from gpt.shape.config import ModelConfig
 from gpt.shape.flops import hardware_flops, model_flops, peak_flops_per_second
 from parallel.comm_log import CommLog
+from parallel.memory_kinds import highest_peaks
 from parallel.tensor.blocks import Recomputation
 from zero.checkpoint.resident import buffer_bytes, resident_states
 from zero.data_parallel import ZeroDataParallel
@@ -77,12 +78,11 @@ def memory_by_kind(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> dict[st
     return {f"memory/{kind}_bytes": num_bytes for kind, num_bytes in states.items()}
 
 
-def peak_memory(device: torch.device, earlier: tuple[int, int] = (0, 0)) -> dict[str, int]:
+def peak_memory(device: torch.device) -> dict[str, int]:
     """Return the peak memory since the start: of torch's allocator on a GPU, of the whole process on a CPU.
 
     `reserved_unused_bytes` is memory that torch's allocator has reserved and not allocated, because of caching or
-    fragmentation. `allocation_retries` counts allocations that succeeded only after the cache was emptied. `earlier`
-    are the peaks of (allocated, reserved) bytes before torch's own were reset.
+    fragmentation. `allocation_retries` counts allocations that succeeded only after the cache was emptied.
     """
     if device.type != "cuda":
         resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -92,9 +92,10 @@ def peak_memory(device: torch.device, earlier: tuple[int, int] = (0, 0)) -> dict
             "reserved_unused_bytes": 0,
             "allocation_retries": 0,
         }
+    allocated, reserved = highest_peaks(device)
     return {
-        "peak_allocated_bytes": max(earlier[0], torch.cuda.max_memory_allocated(device)),
-        "peak_reserved_bytes": max(earlier[1], torch.cuda.max_memory_reserved(device)),
+        "peak_allocated_bytes": allocated,
+        "peak_reserved_bytes": reserved,
         "reserved_unused_bytes": torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device),
         "allocation_retries": torch.cuda.memory_stats(device).get("num_alloc_retries", 0),
     }

@@ -47,7 +47,7 @@ def out_of_memory_recorded(
             raise
         run_dir, train = Path(settings.run.dir), settings.train
         state, step = find_state(), num_steps_done()
-        peak = peak_memory(world.device, state.model.residency.earlier_peaks if state else (0, 0))
+        peak = peak_memory(world.device)
         MetricsFile(run_dir).append({"step": step, "out_of_memory": True, "rank": world.rank} | peak)
         table = _write_report(run_dir / OUT_OF_MEMORY, world, state, error, peak)
         if isinstance(error, MemoryLimitError):

@@ -20,7 +20,7 @@ from parallel.world import start_world
 from pretrain_gpt import pretrain
 from tests.end_to_end.runs import options, run
 from tests.ranks import run_ranks
-from zero.settings.chosen import homes_of
+from zero.chosen import homes_of
 from zero.settings.config import NO_OFFLOAD, OffloadConfig
 
 CPU = torch.device("cpu")

@@ -46,17 +46,16 @@ FLOORS = {
     "zero/fp8":             "parallel parallel/tensor zero/core/partition",
     "zero/formulas":        "zero/core/partition",
     "zero/activations":     "parallel parallel/tensor zero/core/memory",
-    "zero/extensions":      "parallel zero/core/protocols",
+    "zero/extensions":      "parallel zero/core zero/core/*",
     "zero/transports":      "parallel zero/core/partition zero/core/memory zero/core/protocols zero/core/buckets "
                             "zero/core/step zero/fp8",
     "zero/homes":           "parallel zero/core/partition zero/core/memory zero/core/protocols",
-    "zero/settings":        "parallel zero/core/partition zero/core/protocols zero/fp8 zero/transports zero/homes",
-    "zero/homes/budget":    "parallel zero/settings zero/core/partition zero/core/protocols zero/core/buckets "
-                            "zero/core/units",
+    "zero/settings":        "parallel zero/core/partition",
+    "zero/homes/budget":    "parallel zero/settings zero/core zero/core/*",
     "zero/updates":         "parallel parallel/tensor zero/core/partition zero/core/protocols zero/core/buckets "
                             "zero/core/step",
     "zero/checkpoint/state_dicts": "parallel zero/core zero/core/*",
-    "zero":                 "parallel parallel/tensor zero/core zero/core/* zero/settings zero/extensions "
+    "zero":                 "parallel parallel/tensor zero/core zero/core/* zero/settings zero/extensions zero/fp8 "
                             "zero/any_module zero/transports zero/homes zero/homes/budget zero/updates "
                             "zero/checkpoint/state_dicts",
     "zero/checkpoint":      "parallel parallel/tensor zero zero/core zero/core/* zero/settings zero/formulas "

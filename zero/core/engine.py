@@ -11,15 +11,16 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, ClassVar, NoReturn, Protocol, Self
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from parallel.autograd_internals import restore_parameter_tables
 from parallel.mesh import Axis
 from parallel.tensor.gradient_sums import set_deferred
-from parallel.tensor_tree import cast_floating_point, changes
+from parallel.tensor_tree import cast_floating_point
 from parallel.validation.errors import ConfigError
 from zero.core.buckets.bucket import Bucket, slices_of
 from zero.core.buckets.flat import FlatContext, FlatParameters, is_absent
@@ -30,11 +31,11 @@ from zero.core.partition.config import PartitionConfig
 from zero.core.partition.layout import Slice
 from zero.core.partition.stage import Lifetime
 from zero.core.protocols.extension import Extended, Extension, Extensions
-from zero.core.protocols.home import Homes
+from zero.core.protocols.home import Home, Homes
 from zero.core.protocols.transport import Transport, TransportOf
 from zero.core.transports import Transports
 from zero.core.units.access import UnitAccess
-from zero.core.units.hooks import Hook, ModuleHooks, PersistentHooks, hook_readers
+from zero.core.units.hooks import ModuleHooks, PersistentHooks
 from zero.core.units.passes import Passes
 from zero.core.units.scheduler import Residency, UnitScheduler
 from zero.core.units.unit import Unit, assign_parameters, find_units, group_alike, in_order_of_use, named_units
@@ -50,9 +51,19 @@ class InitialValues(Protocol):
 
 
 class EngineOptimizer(Protocol):
-    """The part of the optimizer of an engine that the engine needs."""
+    """The part of the optimizer of an engine that the engine and its extensions need."""
 
     tensor: Axis
+
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        """The buckets of all trainable parameters, in the order of the layout."""
+
+    def bytes_to_place(self, bucket: Bucket) -> int:
+        """Return the memory that `place` would allocate on the accelerator."""
+
+    def place(self, bucket: Bucket, home: Home) -> None:
+        """Move a bucket's states to another home, between steps."""
 
     def take_changes(self) -> None:
         """Let master weights follow parameters that were written in place."""
@@ -61,11 +72,11 @@ class EngineOptimizer(Protocol):
 class Engine(nn.Module):
     """A module whose gradients are averaged over `data`, and whose states are partitioned as `config` says.
 
-    `transport` says how buckets are communicated, for all parameters or by a function of (name, parameter), `homes` in
-    which memories states begin, and `extensions` observe what the engine does. `init` is the `ShardedInit` inside which
-    the module was built. Buffers move to `device`. With `param_dtype`, floating-point parameters, and inputs of the
-    forward if `cast_forward_inputs`, are cast to it; buffers are not, and master weights begin with the values before
-    the cast.
+    `transport` says how buckets are communicated, for all parameters or by a function of (name, parameter), and `homes`
+    in which memories states begin; `extensions` observe what the engine does, or do a part of it. `init` is the
+    `ShardedInit` inside which the module was built. Buffers move to `device`. With `param_dtype`, floating-point
+    parameters, and inputs of the forward if `cast_forward_inputs`, are cast to it; buffers are not, and master weights
+    begin with the values before the cast.
 
     `ZeroDataParallel` derives from it and chooses these by settings, after `check_module`: what it chooses depends on
     the module.
@@ -94,12 +105,12 @@ class Engine(nn.Module):
         own = assign_parameters(module, self._unit_names())
         self.extensions = Extensions(extensions)
         self.extensions.on_wrap(module, list(own))
-        self._access = UnitAccess()
-        self._guard = self.guard_class({param: name for name, param in module.named_parameters()}, self._access)
+        self._access = UnitAccess(self.extensions)
+        self.guard = self.guard_class({param: name for name, param in module.named_parameters()}, self._access)
         self._transports = Transports(transport, own.values(), config, data, homes.device)
         unit_numels = [sum(param.numel() for param in params.values()) for params in own.values()]
         numel = self._chosen_bucket_numel(unit_numels, param_dtype or next(module.parameters()).dtype)
-        context = FlatContext(config, numel, homes, self._guard, SideStream(homes.device), param_dtype)
+        context = FlatContext(config, numel, homes, self.guard, SideStream(homes.device), param_dtype)
         self._make_units(own, context, init)
         if init:
             restore_parameter_tables(module)  # after the last `pop_full`
@@ -107,19 +118,17 @@ class Engine(nn.Module):
         trainable = in_order_of_use(self.units.values(), module)
         self.reducer = GradientReducer(trainable, self.transports, config, self.extensions, homes)
         self.after_owned_changed()
-        self.residency = self._make_residency()
+        self.residency = Residency(self._prefetch_numel())
         self._passes = Passes(self.reducer, self.extensions)
         if config.policy.full_params is Lifetime.TRANSIENT:
-            self._guard.report_attributes(module)
-            scheduler = UnitScheduler(module, self._access, self.residency, self._passes, self.reducer)
+            self.guard.report_attributes(module)
+            scheduler = UnitScheduler(module, self._access, self.residency, self._passes, self.reducer, self.extensions)
             self._hooks: ModuleHooks | PersistentHooks = scheduler.hooks
         else:
-            readers = hook_readers(module, self._access.wait_for_updates) if config.overlap_gather else []
-            self._hooks = PersistentHooks(self._passes.begin_forward, readers)
-        refuse = Hook(_refuse_replacing)
-        self._hooks.handles += [part.register_load_state_dict_pre_hook(refuse) for part in module.modules()]
+            self._hooks = PersistentHooks(self._passes.begin_forward)
         self._hooks.handles += self._passes.watch_gradients()
         self._optimizer_ref: Callable[[], EngineOptimizer | None] = lambda: None
+        self.extensions.on_built(self)
 
     @property
     def optimizer(self) -> EngineOptimizer | None:
@@ -180,10 +189,10 @@ class Engine(nn.Module):
     def wait_for_updates(self, params: Iterable[nn.Parameter] | None = None) -> None:
         """Make updated parameters, some or all, readable by what is launched after this.
 
-        They may still be on their way with `overlap_gather`. Without `params`, owned parameters and master weights may
-        then be written too. Before the host writes them, call `Homes.settle`.
+        An extension may have let them be on their way. Without `params`, owned parameters and master weights may then
+        be written too. Before the host writes them, call `Homes.settle`.
         """
-        self._access.wait_for_updates(params)
+        self.extensions.before_read(params)
         for bucket in self.buckets if params is None else ():
             bucket.params.wait_for_update()
 
@@ -298,20 +307,6 @@ class Engine(nn.Module):
             self.optimizer.take_changes()
         self.homes.settle()
 
-    def named_modules(self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True) -> Any:
-        """Iterate over modules; names of parameters are those that the module inside this one gives them."""
-        yield prefix, self
-        yield from self.module.named_modules(memo, prefix, remove_duplicate)
-
-    def get_submodule(self, target: str) -> nn.Module:
-        """Return a module by the name that `named_modules` gives it."""
-        is_own = target.partition(".")[0] in ("", "module")
-        return super().get_submodule(target) if is_own else self.module.get_submodule(target)
-
-    def get_parameter(self, target: str) -> nn.Parameter:
-        """Return a parameter by the name that `named_parameters` gives it."""
-        return self.module.get_parameter(target.removeprefix("module."))
-
     def unwrap(self, device: torch.device | None = None) -> nn.Module:
         """Return the module without this wrapper, with all of its parameters on every rank, and on `device` if given.
 
@@ -336,7 +331,7 @@ class Engine(nn.Module):
         parameters that were added to it.
         """
         self._passes.finalize()
-        self._guard.check(self.module, params)
+        self.guard.check(self.module, params)
         self._access.end_step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -347,19 +342,9 @@ class Engine(nn.Module):
         self._passes.finalize()
         self.reducer.clear()
 
-    def __deepcopy__(self, _memo: dict[int, Any]) -> NoReturn:
-        self._refuse_copy()
-
-    def __copy__(self) -> NoReturn:
-        self._refuse_copy()
-
-    def _replicate_for_data_parallel(self) -> NoReturn:
-        self._refuse_copy()
-
-    def _refuse_copy(self) -> NoReturn:
-        raise TypeError(
-            "a ZeroDataParallel cannot be copied; copy the module inside it, in `with model.gathered() as module:`"
-        )
+    def end_with_engine(self, handles: Iterable[RemovableHandle]) -> None:
+        """Remove hooks on the module when the engine ends, or is unwrapped."""
+        self._hooks.handles += handles
 
     def __del__(self) -> None:
         """Let go of the module: hooks, classes of parameters, and what refers to them.
@@ -374,11 +359,12 @@ class Engine(nn.Module):
         if "module" in parts["_modules"]:  # not unwrapped: then it may be inside another engine by now
             self._hooks.remove()
             set_deferred(self.module, False)
-            for unit in self.units.values():  # what is under way is waited for: the memory is freed now
+            self.extensions.before_read(None)  # what is under way is waited for: the memory is freed now
+            for unit in self.units.values():
                 unit.end()
             self.homes.settle()
         # A graph may still refer to the other parts, and its backward run.
-        self._guard.end_all()
+        self.guard.end_all()
         self._passes.end()
         vars(self._hooks).clear()
 
@@ -417,25 +403,11 @@ class Engine(nn.Module):
             ]
             self._access.add(name, Unit(number, modules[name], flats, self.extensions))
 
-    def _make_residency(self) -> Residency:
-        """Return what decides which units are prefetched and kept."""
-        return Residency(self._prefetch_numel())
-
     def _prefetch_numel(self) -> int:
         if self.config.prefetch_numel is not None:
             return self.config.prefetch_numel
         # The largest unit, so that the next one is always gathered ahead.
         return max(LEAST_PREFETCHED, *(unit.transient_numel for name, unit in self.units.items() if name), 0)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Refuse what `.to`, `.double`, `.cuda` and others would change; torch calls this for all of them."""
-        for tensor in (*self.module.parameters(), *self.module.buffers()):
-            if changes(fn, tensor):
-                raise ValueError(
-                    f"a {tensor.dtype} on {tensor.device} inside ZeroDataParallel cannot be converted; convert the "
-                    "module before it is wrapped, or `unwrap()` it first"
-                )
-        return self
 
 
 def _initial_values(axis: Axis, init: InitialValues | None, param: nn.Parameter) -> Tensor:
@@ -454,17 +426,3 @@ def _move_buffers(module: nn.Module, data: Axis, device: torch.device | None) ->
         values = data.broadcast_copy(buffer)
         buffer.data = buffer.data.to(device)
         buffer.copy_(values)
-
-
-def _refuse_replacing(_module: nn.Module, _state: Any, _prefix: str, metadata: dict[str, Any], *_: Any) -> None:
-    """Raise ValueError if `load_state_dict` is to replace parameters, and not to copy values to them."""
-    way = None
-    if metadata.get("assign_to_params_buffers"):
-        way = "load_state_dict(assign=True)", "assign=False"
-    elif torch.__future__.get_swap_module_params_on_conversion():
-        way = "torch.__future__.set_swap_module_params_on_conversion(True)", "it to False"
-    if way is not None:
-        raise ValueError(
-            f"{way[0]} would replace parameters that ZeroDataParallel has divided into buckets; set {way[1]}, or load "
-            "the state before the module is wrapped"
-        )

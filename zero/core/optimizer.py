@@ -233,7 +233,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         model.reducer.complete()
         self._unused.find(model.reducer.used, axes, model.homes.device)
         model.extensions.before_update()
-        model.residency.before_update(axes)
         self._bucket_groups.settle()  # gradients that were copied to their homes
         for sums, parts in self._sums:
             sums.sum_at_once([bucket.owned_part(bucket.grads.own, part) for bucket, part in parts])
@@ -251,7 +250,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     self._update_all(coefficient, skipped)
         self.loss_scale.update(found_inf)
         self.zero_grad()
-        model.residency.after_update(axes, self.buckets, self.bytes_to_place, self.place)
         model.extensions.after_update()
         self._skipped_steps.record(found_inf, skipped)  # last: it may raise
         return norm if closure is None else loss
@@ -358,7 +356,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         torch.autograd.graph.increment_version(self.pieces.params)
         self._bucket_groups.expect_equal()
         self._model.after_owned_changed()
-        self._bucket_groups.finish_publishing(overlaps=self._model.config.overlap_gather)
+        self._bucket_groups.finish_publishing(self._model.extensions)
 
     @torch.no_grad()
     def _set_mode(

@@ -1,4 +1,4 @@
-"""The settings of ZeRO and of offloading; `zero/settings/chosen.py` has what they stand for."""
+"""The settings of ZeRO and of offloading; `zero/chosen.py` has what they stand for."""
 
 import math
 from dataclasses import dataclass, replace
@@ -38,6 +38,10 @@ class ZeroConfig(PartitionConfig):
     """Data type in which weights are gathered that only products in FP8 read: half the bytes, and the same bits of
     losses and parameters. Recipes tensorwise and blockwise have it, whose scales are those of a weight and of its
     transpose. null: that of the parameters."""
+    overlap_gather: bool = False
+    """Let the gathers of updated parameters run while the next forward goes on, if full parameters persist: a module
+    waits for its own parameters before it runs. If the whole model is compiled, its graph ends at each of these waits.
+    false: the optimizer's step waits for all gathers."""
     leaf_blocks: Positive = 1
     """With sum_over_ranks=leaves: the blocks of a step's micro-batches whose sums are added along a binary tree. Ranks
     that keep full gradients (stages 0 and 1, accumulate=local), or else groups of ranks, have as many blocks each, a

@@ -3,7 +3,7 @@
 If the buffer is transient, only its owned shards stay allocated, and the full buffer is filled and freed.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -96,7 +96,6 @@ class FlatParameters:
             bucket.master = master
         self._is_lossless = True  # the full buffer has all digits of the parameters
         self._gathers: list[Work] = []  # that are filling the full buffer
-        self._updates: dict[nn.Parameter, list[Work]] = {}  # gathers of updated values that nobody has waited for
         self.is_sharded = False  # the full buffer is freed, and the parameters, which are views of it, have no values
         self.reshard()
 
@@ -123,7 +122,6 @@ class FlatParameters:
 
     def unshard(self) -> None:
         """Make the parameters readable by what is launched after this."""
-        self.wait_for_updates()
         self.start_unshard()
         if self._gathers:
             self._wait_for_gathers()
@@ -167,25 +165,6 @@ class FlatParameters:
         """Iterate over the parts of parameters in a range of the buffer."""
         return (Slice(self._param_of[span], span, own) for span, own in self.layout.spans_in(elements))
 
-    def let_updates_run(self, gathers: Mapping[Bucket, Work]) -> None:
-        """Take the gathers of updated parameters, which must persist; each parameter waits for its own when it is read.
-
-        Until then the parameters are watched, so that any read in Python waits.
-        """
-        for bucket, gather in gathers.items():
-            for param in bucket.grads.parts:
-                self._updates.setdefault(param, []).append(gather)
-                self._guard.watch(param)
-
-    def wait_for_updates(self, params: Iterable[nn.Parameter] | None = None) -> None:
-        """Make the updated values of some parameters, or of all, readable by what is launched after this."""
-        if not self._updates:
-            return
-        for param in [param for param in (self.params if params is None else params) if param in self._updates]:
-            for gather in self._updates.pop(param):  # one that another parameter of the bucket waited for is complete
-                gather.wait()
-            self._guard.guard(param)
-
     def reshard(self) -> None:
         """Free the full buffer, unless it persists. What was written to it is kept, each element by its owner."""
         if self.lifetime is Lifetime.PERSISTENT or self.is_sharded:
@@ -223,7 +202,6 @@ class FlatParameters:
 
     def end(self) -> None:
         """Let go of the parameters when their engine ends: those that are sharded raise if they are read."""
-        self.wait_for_updates()
         self._wait_for_gathers()
         for bucket in self.buckets:
             bucket.params.wait_for_update()

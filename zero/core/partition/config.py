@@ -30,10 +30,6 @@ class PartitionConfig:
     of them at once. auto: 2**25, and more if there are more than 32 ranks, whose parts of a message would be short."""
     overlap: bool = True
     """Let reductions run while backward goes on; false: wait for each one at once. The values are equal."""
-    overlap_gather: bool = False
-    """Let the gathers of updated parameters run while the next forward goes on, if full parameters persist: a module
-    waits for its own parameters before it runs. If the whole model is compiled, its graph ends at each of these waits.
-    false: the optimizer's step waits for all gathers."""
     accumulate: Accumulate = "reduce"
     """If gradients are partitioned. reduce: they are reduced in every micro-batch; local: full gradients are kept, and
     reduced in the last micro-batch."""

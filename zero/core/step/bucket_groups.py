@@ -11,6 +11,7 @@ from parallel.mesh import Work
 from zero.core.buckets.bucket import Bucket, take_changed
 from zero.core.buckets.flat import FlatParameters
 from zero.core.partition.stage import Lifetime
+from zero.core.protocols.extension import Extensions
 from zero.core.protocols.home import Home
 
 GROUP_DIVISOR = 8  # shards are updated together up to 1/8 of the elements of the largest bucket
@@ -103,8 +104,8 @@ class BucketGroups:
             gather = Work(params.all_gather_updated(lossless=False).wait, copied.wait)
         self._published[bucket] = gather
 
-    def finish_publishing(self, *, overlaps: bool) -> None:
-        """Wait for the gathers; with `overlaps`, the first module that reads parameters that persist waits for them.
+    def finish_publishing(self, extensions: Extensions) -> None:
+        """Wait for the gathers, unless they are of parameters that persist, and an extension takes them.
 
         Gathers that may lose digits are launched now, when their transports know all new values.
         """
@@ -115,9 +116,8 @@ class BucketGroups:
                 for gather in gathers.values():
                     gather.wait()
                 gathers = flat.start_lossy_gathers(gathers)
-            if overlaps and flat.lifetime is Lifetime.PERSISTENT:
-                flat.let_updates_run(gathers)
-            else:
+            of_params = [(list(bucket.grads.parts), gather) for bucket, gather in gathers.items()]
+            if not (flat.lifetime is Lifetime.PERSISTENT and extensions.take_gathers(of_params)):
                 for gather in gathers.values():
                     gather.wait()
 

@@ -5,7 +5,6 @@ values, in Python        a watched parameter reports the operation (zero/any_mod
 what autograd has saved  hooks on saved tensors report it in backward
 """
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -16,6 +15,7 @@ from parallel.autograd_internals import has_saved_tensors_hooks
 from parallel.torch_internals import storage_id
 from zero.core.buckets.guard import ShardedParameterError
 from zero.core.partition.stage import Lifetime
+from zero.core.protocols.extension import Extensions
 from zero.core.units.passes import is_in_backward
 from zero.core.units.unit import Call, Unit
 
@@ -25,7 +25,8 @@ STEP, FORWARD = object(), object()  # readers of units until the optimizer's ste
 class UnitAccess:
     """The units of a model, which join one after another, those that run, and those that others read."""
 
-    def __init__(self) -> None:
+    def __init__(self, extensions: Extensions) -> None:
+        self._extensions = extensions
         self.units: dict[str, Unit] = {}
         self.unit_of: dict[nn.Parameter, Unit] = {}
         self._unit_of_storage: dict[int, Unit] = {}
@@ -40,12 +41,6 @@ class UnitAccess:
             if flat.lifetime is Lifetime.TRANSIENT:
                 self._unit_of_storage[storage_id(flat.full.untyped_storage())] = unit
 
-    def wait_for_updates(self, params: Iterable[nn.Parameter] | None = None) -> None:
-        """Make updated parameters, some or all, readable by what is launched after this."""
-        for unit in self.units.values():
-            for flat in unit.flats:
-                flat.wait_for_updates(params)
-
     def before_read(self, param: nn.Parameter) -> None:
         """Make values readable that Python is about to read. See [Note: reading from other units].
 
@@ -54,7 +49,7 @@ class UnitAccess:
         unit = self.unit_of[param]
         flat = unit.flat_of[param]
         if flat.lifetime is Lifetime.PERSISTENT:  # an update of it may not have been gathered yet
-            flat.wait_for_updates([param])
+            self._extensions.before_read([param])
             return
         is_sharded = flat.is_sharded
         if is_sharded and not self.running and not is_in_backward():

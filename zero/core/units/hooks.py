@@ -11,13 +11,15 @@ from torch.utils.hooks import RemovableHandle
 
 from parallel.autograd_internals import name_hook, never_begin_graph, restore_parameter_tables, run_first, run_last
 from parallel.torch_internals import load_compiler
-from zero.core.units.unit import Unit, find_units, innermost_unit
+from zero.core.units.unit import Unit, innermost_unit
 
 load_compiler()
 
 
 class CallObserver(Protocol):
     """An observer of the calls of modules."""
+
+    def end_abandoned_calls(self) -> None: ...
 
     def before_forward(self, unit: Unit, module: nn.Module, args: tuple, kwargs: dict) -> None: ...
 
@@ -27,13 +29,11 @@ class CallObserver(Protocol):
 
 
 class PersistentHooks:
-    """The hooks of a model whose parameters persist, with the methods of `ModuleHooks`.
+    """The hooks of a model whose parameters persist, with the methods of `ModuleHooks`: none around forwards."""
 
-    There are none around forwards unless updated parameters may still be on their way in the next forward.
-    """
-
-    def __init__(self, begin_forward: Callable[[], None], handles: list[RemovableHandle]):
-        self.begin, self.handles = torch.compiler.disable(begin_forward), handles
+    def __init__(self, begin_forward: Callable[[], None]):
+        self.begin = torch.compiler.disable(begin_forward)
+        self.handles: list[RemovableHandle] = []
 
     def register_method(self, module: nn.Module, name: str) -> None:
         """Do nothing: whatever runs can read the parameters."""
@@ -55,7 +55,7 @@ class ModuleHooks:
     def __init__(self, root: nn.Module, units: dict[str, Unit], observer: CallObserver):
         self._root, self._observer = root, observer
         never_begin_graph(Hook.__call__)
-        self.begin = torch.compiler.disable(self._enclose_root)
+        self.begin = torch.compiler.disable(self._begin)
         self.handles: list[RemovableHandle] = []
         self._methods: list[tuple[nn.Module, str]] = []
         names: dict[nn.Module, list[str]] = {}
@@ -70,11 +70,12 @@ class ModuleHooks:
             if module is not root and (is_unit or any(True for _ in module.parameters())):
                 self._install(module, is_unit)
 
-    def _enclose_root(self) -> None:
+    def _begin(self) -> None:
         """Put the hooks of the root around the user's, before it is called; the forward begins with them.
 
         Below the root, a hook that is put before these reads parameters while the root runs, and so can gather them.
         """
+        self._observer.end_abandoned_calls()
         run_first(self._root, self._before_root)
 
     def register_method(self, module: nn.Module, name: str) -> None:
@@ -116,28 +117,6 @@ class ModuleHooks:
         run_first(module, before_handle)
         self.handles += [before_handle, after_handle]
         return before_handle
-
-
-def hook_readers(root: nn.Module, before: Callable[[list[nn.Parameter]], None]) -> list[RemovableHandle]:
-    """Call `before(params)` before a module runs that reads `params`; return the handles of the hooks.
-
-    The modules are the elements of module lists (the blocks), each with all of its parameters, and outside of these
-    every module that has parameters of its own.
-    """
-    blocks = find_units(root)
-    params_of: dict[str, dict[nn.Parameter, None]] = {}
-    modules = dict(root.named_modules(remove_duplicate=False))
-    for name, module in modules.items():
-        reader = innermost_unit([f"{name}."], blocks) or name
-        while reader and isinstance(modules[reader], (nn.ModuleList, nn.ModuleDict)):  # whose hooks would not run
-            reader = reader.rpartition(".")[0]
-        params_of.setdefault(reader, {}).update(dict.fromkeys(module.parameters(recurse=False)))
-    handles = []
-    for name, params in params_of.items():
-        if params:
-            hook = Hook(lambda *_, own=list(params): before(own))
-            handles.append(modules[name].register_forward_pre_hook(hook, prepend=True))
-    return handles
 
 
 class Hook:

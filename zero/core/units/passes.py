@@ -38,6 +38,8 @@ class PassListener(Protocol):
 
     def end_backward(self) -> None: ...
 
+    def end_abandoned_calls(self) -> None: ...
+
 
 class Passes:
     """The passes of a step, as hooks in them see them: whoever notices one calls this, and all listeners are told.
@@ -49,6 +51,8 @@ class Passes:
     raised in            leaves                                          until
     a forward            units that were prefetched or are kept for      the end of the next backward
                          their backward, and counts of open calls
+    a forward, also one  all units that were running, if the exception   `finalize`, and the next forward of the engine
+    in a backward        is no `Exception`: torch then calls no hook
     a backward, also     the units that it has unsharded                 `finalize`: the next forward, a step,
     a nested one                                                         `zero_grad`, or a normal exit from `accumulate`
                          its gradients; if it was to reduce them,        `zero_grad`
@@ -119,6 +123,8 @@ class Passes:
 
     def finalize(self) -> None:
         """End a backward whose end no hook has seen, and one that raised but for its gradients. None may be running."""
+        for listener in self._listeners:
+            listener.end_abandoned_calls()
         if self._encloses_ended_backwards:
             self._end_backward()
         elif self._tasks:  # it raised

@@ -7,67 +7,37 @@ backward    the gradient of an output arrives: unshard, start the next ones | co
 No hook changes a tensor, so that modules may change their inputs and outputs in place.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 
 from parallel.autograd_internals import current_graph_task
-from parallel.mesh import Axis
 from parallel.tensor_tree import find_tensors
-from zero.core.buckets.bucket import Bucket
 from zero.core.buckets.gradients import GradientReducer
-from zero.core.protocols.home import Home
+from zero.core.protocols.extension import Extensions, Pass
 from zero.core.protocols.orders import ExecutionOrder
 from zero.core.units.access import FORWARD, UnitAccess
 from zero.core.units.hooks import ModuleHooks
 from zero.core.units.passes import Passes, is_in_backward
 from zero.core.units.unit import Call, Unit
 
-Pass = Literal["forward", "backward"]
 UnitOrders = dict[Pass, ExecutionOrder[Unit]]
 
 NUM_KEPT = 2  # units that stay unsharded from forward to backward
 
 
+@dataclass
 class Residency:
-    """Decides how many elements are unsharded ahead, and whether units stay unsharded from forward to backward.
+    """The units that are unsharded beside those that run. An extension may write it between passes."""
 
-    It is told of each visit of a unit and of each update, and may move states in between. This one is the default, by
-    which units are prefetched and kept as the configuration says, and nothing is moved. `orders` are the visits of the
-    running and of the last passes.
-    """
-
-    def __init__(self, prefetch_numel: int, may_keep: bool = True):
-        self.prefetch_numel, self.may_keep = prefetch_numel, may_keep
-        self.orders: UnitOrders = {"forward": ExecutionOrder(), "backward": ExecutionOrder()}
-
-    @property
-    def earlier_peaks(self) -> tuple[int, int]:
-        """The highest (allocated, reserved) bytes of CUDA's allocator before this has reset its peaks."""
-        return 0, 0
-
-    def begin_forward(self) -> None:
-        """Begin a forward of the whole model."""
-
-    def before_visit(self, unit: Unit, phase: Pass) -> None:
-        """Prepare for a unit that is about to be unsharded, and for its computation."""
-
-    def after_visit(self, unit: Unit) -> None:
-        """Note that a unit has been unsharded."""
-
-    def before_update(self, axes: Iterable[Axis]) -> None:
-        """Prepare for the update; `axes` have all ranks of the model."""
-
-    def after_update(
-        self,
-        axes: Iterable[Axis],
-        buckets: Sequence[Bucket],
-        bytes_to_place: Callable[[Bucket], int],
-        place: Callable[[Bucket, Home], None],
-    ) -> None:
-        """End a step; the functions say what a bucket's optimizer states take on the accelerator, and move them."""
+    prefetch_numel: int
+    """The number of elements of the next units that are gathered ahead."""
+    may_keep: bool = True
+    """Whether units may stay unsharded from forward to backward. See [Note: keeping]."""
+    orders: UnitOrders = field(default_factory=lambda: {"forward": ExecutionOrder(), "backward": ExecutionOrder()})
+    """The units that the running and the last passes have visited."""
 
 
 class UnitScheduler:
@@ -78,9 +48,16 @@ class UnitScheduler:
     """
 
     def __init__(
-        self, root: nn.Module, access: UnitAccess, residency: Residency, passes: Passes, reducer: GradientReducer
+        self,
+        root: nn.Module,
+        access: UnitAccess,
+        residency: Residency,
+        passes: Passes,
+        reducer: GradientReducer,
+        extensions: Extensions,
     ):
         self._access, self._residency, self._passes, self._reducer = access, residency, passes, reducer
+        self._extensions = extensions
         self._device_type = next(root.parameters()).device.type
         self._clock = 0  # counts the calls of units that have begun or ended
         self._begins_forward = False  # the next visit is the first of a forward of the whole model
@@ -167,6 +144,16 @@ class UnitScheduler:
             if tensor.grad_fn is not None and call.inputs.get(id(tensor)) != tensor._version:
                 tensor.register_hook(lambda _grad: self._before_backward(call))
 
+    def end_abandoned_calls(self) -> None:
+        """End the calls that an exception has left without a hook: one that is no `Exception`, as KeyboardInterrupt.
+
+        None of the model may be running, but in a backward.
+        """
+        while self._access.running and not is_in_backward():
+            unit, call = next(reversed(self._access.running.items()))
+            call.depth = 1
+            self.after_forward(unit, call.module, None)
+
     def is_running(self, unit: Unit) -> bool:
         """Return whether calls of the unit's modules are inside one that has been reported already."""
         return unit in self._access.running
@@ -217,11 +204,10 @@ class UnitScheduler:
         if self._begins_forward:
             self._begins_forward = False
             self._residency.orders["forward"].restart()
-            self._residency.begin_forward()
-        self._residency.before_visit(unit, phase)
+        self._extensions.on_unit(unit.number, phase)
         unit.unshard()
         # After it: the unit that is needed now goes first on the wire.
-        self._residency.after_visit(unit)
+        self._extensions.after_unshard(unit.number)
         numel_left = self._residency.prefetch_numel
         for following in self._residency.orders[phase].record(unit):
             numel_left -= following.transient_numel

@@ -43,7 +43,7 @@ class Unit:
 
     def __init__(self, number: int, module: nn.Module, flats: list[FlatParameters], extensions: Extensions):
         """Make unit `number` of an engine."""
-        self.module, self.flats, self._number, self._extensions = module, flats, number, extensions
+        self.module, self.flats, self.number, self._extensions = module, flats, number, extensions
         self.flat_of = {param: flat for flat in flats for param in flat.params}
         self.num_open_calls = 0  # calls in forward whose backward has not ended
         self.has_left_calls = False  # a backward of this step has ended without reaching all of them
@@ -76,7 +76,7 @@ class Unit:
 
     @outside_of_transforms
     def _launch_gathers(self, lossless: bool) -> None:
-        self._extensions.on_launch("gather", self._number)
+        self._extensions.on_launch("gather", self.number)
         for flat in self.flats:
             flat.start_unshard(lossless=lossless)
 
@@ -84,6 +84,7 @@ class Unit:
     def retain(self, reader: object, *, lossless: bool = False) -> None:
         """Make the parameters readable until `reader` releases them."""
         self._readers.add(reader)
+        self._extensions.before_read(self.flat_of)
         self.start_unshard(lossless=lossless)
         for flat in self.flats:
             flat.unshard()
@@ -152,7 +153,7 @@ class Unit:
     def _gather_lost_digits(self) -> None:
         """Gather again what was unsharded before, and has lost digits."""
         if any(flat.transport.is_lossy for flat in self.flats):
-            self._extensions.on_launch("gather", self._number)
+            self._extensions.on_launch("gather", self.number)
         for flat in self.flats:
             flat.gather_lost_digits()
 

@@ -11,6 +11,7 @@ from then on    at each visit the shards that are used soonest stay in the devic
 """
 
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -19,8 +20,10 @@ import torch
 from parallel.mesh import Axis
 from parallel.validation.errors import ConfigError
 from zero.core.buckets.bucket import Bucket, ParamShard
-from zero.core.protocols.home import Home, Homes
-from zero.core.units.scheduler import NUM_KEPT, Pass, Residency, UnitOrders
+from zero.core.engine import Engine, EngineOptimizer
+from zero.core.protocols.extension import Extension, Pass
+from zero.core.protocols.orders import Round
+from zero.core.units.scheduler import NUM_KEPT, UnitOrders
 from zero.core.units.unit import Unit
 from zero.homes.budget.chunks import Cycle
 from zero.homes.budget.recorder import GIGA, UPDATE, MemoryRecorder, Moment
@@ -41,27 +44,28 @@ class CachedShards(NamedTuple):
 NONE_CACHED = CachedShards(frozenset(), frozenset())
 
 
-class PlacementPlanner(Residency):
+class PlacementPlanner(Extension):
     """Decides what a rank keeps on its accelerator: units that are prefetched or kept, shards, optimizer states.
 
     With `auto` nothing is prefetched or kept until the recorded steps have shown how much room there is, and then a
     plan is made. Else units are prefetched and kept as the configuration says, and the budget is only checked.
     """
 
-    def __init__(self, offload: OffloadConfig, homes: Homes, prefetch_numel: int):
-        self._is_auto, self._homes = offload.mode == "auto", homes
-        super().__init__(0 if self._is_auto else prefetch_numel, may_keep=not self._is_auto)
-        self._configured_prefetch_numel = prefetch_numel
-        self.recorder = MemoryRecorder(homes.device, _budget_bytes(offload, homes.device))
-        self._planned_units: dict[Moment, Unit] = {}
+    def __init__(self, offload: OffloadConfig, device: torch.device):
+        self._is_auto = offload.mode == "auto"
+        self.recorder = MemoryRecorder(device, _budget_bytes(offload, device))
+        self._planned_units: dict[Moment, int] = {}
         self._plan: dict[Moment, CachedShards] = {}
         self._cached: set[ParamShard] = set()
         self._deviates = False  # from the order that was planned for, in this step
 
-    @property
-    def earlier_peaks(self) -> tuple[int, int]:
-        """The highest (allocated, reserved) bytes of CUDA's allocator before the planner has reset its peaks."""
-        return self.recorder.meter.earlier_peaks
+    def on_built(self, engine: Engine) -> None:
+        self._engine_ref = weakref.ref(engine)
+        self._configured_prefetch_numel = engine.residency.prefetch_numel
+        pools = [engine.reducer.reductions.staging, *(p for home in engine.homes.all for p in home.pools.values())]
+        self.check_units(engine.units.values(), sum(pool.num_bytes for pool in pools))
+        if self._is_auto:
+            engine.residency.prefetch_numel, engine.residency.may_keep = 0, False
 
     def check_units(self, units: Iterable[Unit], staging_bytes: int) -> None:
         """Check that the budget holds the two largest units, as if one were inside the other, and staged gradients.
@@ -79,86 +83,105 @@ class PlacementPlanner(Residency):
                 "a smaller ZeroConfig.bucket_numel, or more tensor ranks"
             )
 
-    def begin_forward(self) -> None:
-        """Begin a forward of the whole model."""
-        self.recorder.begin_forward()
+    def on_round(self, following: Round) -> None:
+        if following is Round.FORWARD:
+            self.recorder.begin_forward()
 
-    def before_visit(self, unit: Unit, phase: Pass) -> None:
+    def on_unit(self, number: int, phase: Pass) -> None:
         """Make room for a unit that is about to be unsharded, and for its computation."""
         if not self._is_auto and not self.recorder.is_recording:
             return
-        moment = phase, len(self.orders[phase].current)
+        moment = phase, len(self._engine.residency.orders[phase].current)
         self.recorder.enter(moment)
         if not self.recorder.is_recording:
-            self._deviates |= self._planned_units.get(moment) is not unit
+            self._deviates |= self._planned_units.get(moment) != number
             self._evict_all_but(self._planned().before_gather)
 
-    def after_visit(self, unit: Unit) -> None:
+    def after_unshard(self, number: int) -> None:
         """Fetch the shards of a unit that has been unsharded into the device cache, as far as they are to stay."""
         staying = self._planned().after_gather
         self._evict_all_but(staying)
-        for shard in _shards_on_host([unit]) if staying else ():
+        for shard in _shards_on_host([list(self._engine.units.values())[number]]) if staying else ():
             if shard in staying and shard not in self._cached:
                 shard.fetch()
                 self._cached.add(shard)
 
-    def before_update(self, axes: Iterable[Axis]) -> None:
+    def before_update(self) -> None:
         """Make room for the update.
 
-        Raises ConfigError if a recorded step has needed more than the budget so far.
+        Raises MemoryLimitError if a recorded step has needed more than the budget so far.
         """
         self.recorder.enter(UPDATE)
         if self.recorder.is_recording:
-            self.recorder.check(axes)
+            self.recorder.check(self._axes())
         self._evict_all_but(self._planned().before_gather)
 
-    def after_update(
-        self,
-        axes: Iterable[Axis],
-        buckets: Sequence[Bucket],
-        bytes_to_place: Callable[[Bucket], int],
-        place: Callable[[Bucket, Home], None],
-    ) -> None:
+    def after_update(self) -> None:
         """End a step; after the last one that is recorded, make the plan.
 
-        Raises ConfigError if a recorded step has needed more than the budget.
+        Raises MemoryLimitError if a recorded step has needed more than the budget.
         """
         self._deviates = False
         if not self.recorder.is_recording:
             return
         self.recorder.enter(UPDATE)
-        least_room = self.recorder.check(axes)
+        least_room = self.recorder.check(self._axes())
         if self.recorder.end_step() and self._is_auto:
-            self.prefetch_numel, self.may_keep, unit_bytes = choose_units(
-                self.orders, self._configured_prefetch_numel, least_room
-            )
-            shards = _shards_on_host({unit for order in self.orders.values() for unit in order.current})
-            room = least_room - unit_bytes - sum(shard.rest.nbytes for shard in shards)
-            here = self._homes.accelerator
-            placed_bytes = place_optimizer_states(buckets, room, bytes_to_place, lambda bucket: place(bucket, here))
-            self._plan_cache(unit_bytes + placed_bytes)
-            num_placed = sum(not bucket.home.is_apart for bucket in buckets)
-            logger.info(
-                "offload: %.3g of %.3g GB are free at the tightest moment; %.3g for units that are prefetched or kept, "
-                "%.3g for the optimizer's states of %d of %d buckets, the rest for shards of parameters",
-                least_room / GIGA,
-                self.recorder.budget_bytes / GIGA,
-                unit_bytes / GIGA,
-                placed_bytes / GIGA,
-                num_placed,
-                len(buckets),
-            )
+            self._place(least_room)
+
+    def _place(self, least_room: int) -> None:
+        """Plan what takes the room of the tightest moment, and move the optimizer's states."""
+        residency, homes, optimizer = self._engine.residency, self._engine.homes, self._optimizer
+        residency.prefetch_numel, residency.may_keep, unit_bytes = choose_units(
+            residency.orders, self._configured_prefetch_numel, least_room
+        )
+        shards = _shards_on_host({unit for order in residency.orders.values() for unit in order.current})
+        room = least_room - unit_bytes - sum(shard.rest.nbytes for shard in shards)
+        placed_bytes = place_optimizer_states(
+            optimizer.buckets,
+            room,
+            optimizer.bytes_to_place,
+            lambda bucket: optimizer.place(bucket, homes.accelerator),
+        )
+        self._plan_cache(unit_bytes + placed_bytes)
+        logger.info(
+            "offload: %.3g of %.3g GB are free at the tightest moment; %.3g for units that are prefetched or kept, "
+            "%.3g for the optimizer's states of %d of %d buckets, the rest for shards of parameters",
+            least_room / GIGA,
+            self.recorder.budget_bytes / GIGA,
+            unit_bytes / GIGA,
+            placed_bytes / GIGA,
+            sum(not bucket.home.is_apart for bucket in optimizer.buckets),
+            len(optimizer.buckets),
+        )
 
     def _plan_cache(self, taken_bytes: int) -> None:
         """Plan which shards are in the device cache at each moment, in the budget without `taken_bytes`."""
-        self._planned_units = {
-            (phase, number): unit for phase, order in self.orders.items() for number, unit in enumerate(order.current)
-        }
-        moments = [*self._planned_units, UPDATE]
-        uses = [_shards_on_host([unit]) for unit in self._planned_units.values()]
+        orders = self._engine.residency.orders
+        units = {(phase, number): unit for phase, order in orders.items() for number, unit in enumerate(order.current)}
+        self._planned_units = {moment: unit.number for moment, unit in units.items()}
+        moments = [*units, UPDATE]
+        uses = [_shards_on_host([unit]) for unit in units.values()]
         rooms = [self.recorder.budget_bytes - self.recorder.peaks[moment] - taken_bytes for moment in moments]
         plan = Cycle([*uses, []]).plan(rooms, lambda shard: shard.rest.nbytes)
         self._plan = {moment: CachedShards(*shards) for moment, shards in zip(moments, plan, strict=True)}
+
+    @property
+    def _engine(self) -> Engine:
+        engine = self._engine_ref()
+        assert engine is not None
+        return engine
+
+    @property
+    def _optimizer(self) -> EngineOptimizer:
+        """The optimizer whose update is running."""
+        optimizer = self._engine.optimizer
+        assert optimizer is not None
+        return optimizer
+
+    def _axes(self) -> tuple[Axis, Axis]:
+        """Return the axes that have all ranks of the model."""
+        return self._engine.data, self._optimizer.tensor
 
     def _planned(self) -> CachedShards:
         return NONE_CACHED if self._deviates else self._plan.get(self.recorder.moment, NONE_CACHED)

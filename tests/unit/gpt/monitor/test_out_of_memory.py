@@ -50,9 +50,7 @@ def test_a_limit_of_the_settings_keeps_its_own_words(tmp_path):
 def test_a_gpu_leaves_a_snapshot_too(tmp_path, monkeypatch):
     snapshots: list[Path] = []
     monkeypatch.setattr(out_of_memory, "memory_snapshot", snapshots.append)
-    # Before the state is built, torch's own peak is that of the run.
-    peaks = {(GPU, (0, 0)): {"peak_allocated_bytes": 10**9}}
-    monkeypatch.setattr(out_of_memory, "peak_memory", lambda device, earlier: peaks[device, earlier])
+    monkeypatch.setattr(out_of_memory, "peak_memory", {GPU: {"peak_allocated_bytes": 10**9}}.get)
     with pytest.raises(MemoryLimitError, match=r"1\.00 GB at peak"):
         record(tmp_path, GPU, torch.OutOfMemoryError("CUDA out of memory"))
     assert snapshots == [tmp_path / "out_of_memory" / "rank-3.pickle"]

@@ -7,7 +7,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lab.observe.memory_tracker import MemoryTracker
-from parallel.memory_kinds import PeakMeter, TensorKind, allocating, tagged
+from parallel import memory_kinds
+from parallel.memory_kinds import PeakMeter, TensorKind, allocating, highest_peaks, tagged
 
 CPU = torch.device("cpu")
 
@@ -93,8 +94,11 @@ def test_a_meter_keeps_the_peaks_that_a_restart_takes_from_other_readers(monkeyp
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peaks["allocated"])
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: peaks["reserved"])
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: peaks.update(allocated=5, reserved=100))
-    meter = PeakMeter(torch.device("cuda", 0))
+    monkeypatch.setattr(memory_kinds, "_peaks_before_restart", {})
+    device = torch.device("cuda", 0)
+    meter = PeakMeter(device)
     meter.restart()
-    assert (meter.earlier_peaks, meter.peak_bytes()) == ((70, 90), 5)
+    assert (highest_peaks(device), meter.peak_bytes()) == ((70, 100), 5)
+    peaks["allocated"] = 80
     meter.restart()
-    assert meter.earlier_peaks == (70, 100)
+    assert (highest_peaks(device), meter.peak_bytes()) == ((80, 100), 5)

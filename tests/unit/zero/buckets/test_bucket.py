@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from parallel.memory_kinds import TensorKind
 from parallel.mesh import Axis, Work
+from zero.chosen import homes_of
 from zero.core.buckets.bucket_gradient import BucketGradient
 from zero.core.memory.allocators import device_allocator
 from zero.core.memory.staging import BufferPool
@@ -15,7 +16,6 @@ from zero.core.partition.layout import Ranges
 from zero.core.partition.stage import STAGES, GradientTypes, Lifetime
 from zero.core.protocols.gradient_sum import scale_into
 from zero.core.protocols.transport import Direct
-from zero.settings.chosen import homes_of
 from zero.settings.config import NO_OFFLOAD
 
 CPU, FP32 = torch.device("cpu"), torch.float32

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 from parallel.comm_log import CommLog
 from parallel.mesh import Axis, Work
+from zero.chosen import homes_of
 from zero.core.buckets.flat import FlatContext, FlatParameters, absent, is_absent
 from zero.core.buckets.guard import ParameterGuard
 from zero.core.memory.streams import SideStream
 from zero.core.partition.stage import Lifetime
 from zero.core.protocols.transport import Direct
-from zero.settings.chosen import homes_of
 from zero.settings.config import NO_OFFLOAD, ZeroConfig
 
 

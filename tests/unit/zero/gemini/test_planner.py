@@ -15,14 +15,12 @@ from parallel.validation.errors import ConfigError, MemoryLimitError
 from tests.twins import assert_same_bits, params_of
 from zero.core.buckets.bucket import Bucket
 from zero.core.protocols.extension import Extension
-from zero.core.protocols.home import Home, Homes
 from zero.core.protocols.orders import ExecutionOrder
 from zero.core.units.unit import Unit
 from zero.data_parallel import ZeroDataParallel
 from zero.homes.budget.planner import PlacementPlanner, UnitOrders, choose_units, place_optimizer_states
 from zero.homes.budget.recorder import UPDATE, Moment
 from zero.optimizer import ZeroOptimizer
-from zero.settings.chosen import homes_of
 from zero.settings.config import NO_OFFLOAD, OffloadConfig, ZeroConfig
 
 CPU = torch.device("cpu")
@@ -112,8 +110,7 @@ def test_a_budget_holds_the_two_largest_units_and_staged_gradients(mode):
     units, budget_bytes = units_of_layers(), 1000
     for staging_bytes in (104, 105):
         offload = OffloadConfig(mode, accelerator_memory_gb=budget_bytes / 1e9)
-        planner = PlacementPlanner(offload, homes_of(offload, CPU), 7)
-        assert (planner.prefetch_numel, planner.may_keep) == ((0, False) if mode == "auto" else (7, True))
+        planner = PlacementPlanner(offload, CPU)
         if staging_bytes == 104:  # 4 * (144 + 80) + 104 bytes
             planner.check_units(units, staging_bytes)
         else:
@@ -123,8 +120,7 @@ def test_a_budget_holds_the_two_largest_units_and_staged_gradients(mode):
 
 def test_nine_tenths_of_the_accelerator_are_the_budget_of_auto(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: SimpleNamespace(total_memory=1000))
-    here = Home(torch.device("cuda"))
-    planner = PlacementPlanner(OffloadConfig("auto"), Homes(here, here, here), 7)
+    planner = PlacementPlanner(OffloadConfig("auto"), torch.device("cuda"))
     planner.check_units([], staging_bytes=900)
     with pytest.raises(ConfigError, match=r"accelerator_memory_gb=9e-07 is too small"):
         planner.check_units([], staging_bytes=901)
@@ -142,6 +138,17 @@ def within_budget(
     chunks = CHUNKS if mode == "auto" else {}
     model = wrapped(OffloadConfig(mode, accelerator_memory_gb=BUDGET / 1e9, **chunks))
     return model, ZeroOptimizer(model, kind, lr=0.1)
+
+
+def planner_of(model: ZeroDataParallel) -> PlacementPlanner:
+    return next(each for each in model.extensions if isinstance(each, PlacementPlanner))
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("accelerator", (7, True)), ("host", (7, True)), ("auto", (0, False))])
+def test_nothing_is_prefetched_or_kept_before_there_is_a_plan(mode: str, expected: tuple[int, bool]):
+    offload = OffloadConfig(mode, accelerator_memory_gb=BUDGET / 1e9, **CHUNKS)
+    model = ZeroDataParallel(Layers(), Axis.trivial("data"), ZeroConfig(3, prefetch_numel=7), offload=offload)
+    assert (model.residency.prefetch_numel, model.residency.may_keep) == expected
 
 
 def test_chunks_have_lengths_that_buckets_can_have(caplog: pytest.LogCaptureFixture):
@@ -163,7 +170,7 @@ def cached_bytes(model: ZeroDataParallel) -> int:
 def test_shards_that_have_no_room_in_the_update_are_evicted_before_it(monkeypatch: pytest.MonkeyPatch):
     """Everywhere else there is room for all of them."""
     model, optimizer = within_budget()
-    measure(monkeypatch, lambda: BUDGET if model.residency.recorder.moment == UPDATE else 0)
+    measure(monkeypatch, lambda: BUDGET if planner_of(model).recorder.moment == UPDATE else 0)
     found = []
     for _ in range(4):
         model(torch.ones(2, 8)).backward()
@@ -189,11 +196,12 @@ def test_shards_are_cached_in_the_room_that_each_moment_has(
     """The root is visited first. The shard of the second layer is used later than that of the first."""
     model, optimizer = within_budget()
     model.module.order = (0, 1, 0, 1, 2)
-    measure(monkeypatch, lambda: BUDGET - (0 if model.residency.recorder.moment == moment_without_room else room_bytes))
+    recorder = planner_of(model).recorder
+    measure(monkeypatch, lambda: BUDGET - (0 if recorder.moment == moment_without_room else room_bytes))
     found: list[tuple[Moment, int]] = []
 
     def note(*_: object) -> None:
-        found.append((model.residency.recorder.moment, cached_bytes(model)))
+        found.append((recorder.moment, cached_bytes(model)))
 
     def after_forward(_module: nn.Module, _args: tuple, output: Tensor) -> None:
         note()
@@ -295,9 +303,7 @@ def test_a_budget_that_is_exceeded_ends_the_first_step_before_its_update(
     monkeypatch: pytest.MonkeyPatch, mode: str, moment: Moment
 ):
     model, optimizer = within_budget(mode)
-    model.residency.recorder.meter.earlier_peaks = 70, 90
-    assert model.residency.earlier_peaks == (70, 90)
-    measure(monkeypatch, lambda: BUDGET + (10**6 if model.residency.recorder.moment == moment else 0))
+    measure(monkeypatch, lambda: BUDGET + (10**6 if planner_of(model).recorder.moment == moment else 0))
     before = params_of(model)
     model(torch.ones(2, 8)).backward()
     where = f"{moment[0]} visit {moment[1]}"

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from parallel.comm_log import CommLog
 from parallel.mesh import Axis
+from zero.chosen import transport_of
 from zero.core.partition.layout import ALIGNMENT, Layout, overlap
-from zero.settings.chosen import transport_of
 from zero.settings.config import ZeroConfig
 
 SHAPES = st.lists(st.lists(st.integers(1, 40), max_size=3).map(torch.Size), min_size=1, max_size=8)

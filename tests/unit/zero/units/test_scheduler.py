@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from parallel.mesh import Axis
+from zero.core.units.passes import is_in_backward
 from zero.data_parallel import ZeroDataParallel
+from zero.optimizer import ZeroOptimizer
 from zero.settings.config import ZeroConfig
 
 WIDTH = 4
@@ -94,6 +96,49 @@ def test_a_backward_after_one_that_failed_unshards_one_unit_at_a_time():
     model.reducer.clear()
     output(fails=False).backward()
     assert found == [["layers.0"]]
+
+
+@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt, GeneratorExit])
+@pytest.mark.parametrize("where", ["forward", "recomputation", "backward"])
+def test_training_after_an_exception_is_undisturbed(where: str, error: type[BaseException]):
+    raises: list[str] = []
+
+    def middle(weight: Tensor, x: Tensor) -> Tensor:
+        y = x @ weight
+        y.register_hook(lambda _grad: fail("backward"))
+        fail("recomputation" if is_in_backward() else "forward")
+        return y
+
+    def fail(here: str) -> None:
+        if here in raises:
+            raise error
+
+    def losses(disturbs: bool) -> list[float]:
+        torch.manual_seed(0)
+        model = wrapped(Chain(nn.Linear(WIDTH, WIDTH), Returns(middle), nn.Linear(WIDTH, WIDTH)))
+        optimizer, found = ZeroOptimizer(model, torch.optim.SGD, lr=1e-3), []
+        for step in range(4):
+            if disturbs and step == 1:
+                raises.append(where)
+                with pytest.raises(error):
+                    loss_of(model).backward()
+                raises.clear()
+                if where == "forward":  # which leaves no gradients
+                    with model.loading_masters():  # the units that were running are sharded by it
+                        pass
+                else:
+                    optimizer.zero_grad()
+            loss = loss_of(model)
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        assert unsharded(model) == []
+        return found
+
+    def loss_of(model: ZeroDataParallel) -> Tensor:
+        return checkpoint(model, torch.ones(1, WIDTH, requires_grad=True), use_reentrant=False).sum()
+
+    assert losses(disturbs=True) == losses(disturbs=False)
 
 
 def test_a_derivative_by_the_input_delays_no_reduction():

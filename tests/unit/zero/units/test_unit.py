@@ -8,10 +8,10 @@ from parallel.mesh import Axis
 from parallel.validation.errors import ConfigError
 from tests.models import build
 from zero.core.protocols.orders import ExecutionOrder
-from zero.core.units.hooks import hook_readers
 from zero.core.units.unit import assign_parameters, find_units, group_alike, innermost_unit, named_units
 from zero.data_parallel import ZeroDataParallel
 from zero.extensions.agreement import module_around
+from zero.extensions.late_gathers import hook_readers
 from zero.settings.config import ZeroConfig
 
 

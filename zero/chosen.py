@@ -1,4 +1,4 @@
-"""The transports and homes that settings stand for; a room of these is imported when a setting asks for it."""
+"""The transports, homes and extensions that settings stand for; a room is imported when a setting asks for it."""
 
 from collections.abc import Callable
 from functools import cache, partial
@@ -10,8 +10,10 @@ from torch import nn
 from parallel.mesh import Axis
 from parallel.validation.errors import ConfigError
 from zero.core.partition.stage import Division, Lifetime, ShardingPolicy
+from zero.core.protocols.extension import Extension
 from zero.core.protocols.home import Home, Homes
 from zero.core.protocols.transport import AllReduce, Direct, Transport, TransportOf
+from zero.extensions.agreement import LaunchOrder
 from zero.settings.config import OffloadConfig, ZeroConfig
 
 if TYPE_CHECKING:
@@ -78,6 +80,20 @@ def homes_of(config: OffloadConfig, accelerator: torch.device) -> Homes:
 
     host = OnHost(accelerator)
     return Homes(here, host if "parameters" in offloaded else here, host if "optimizer" in offloaded else here)
+
+
+def extensions_of(config: ZeroConfig, offload: OffloadConfig, data: Axis, device: torch.device) -> list[Extension]:
+    """Return what observes an engine: the ranks' agreement, late gathers, and a planner if there is a budget."""
+    chosen: list[Extension] = [LaunchOrder(data, config.policy.compared_axis(data))]
+    if config.overlap_gather:
+        from zero.extensions.late_gathers import LateGathers
+
+        chosen.append(LateGathers())
+    if offload.mode == "auto" or offload.accelerator_memory_gb is not None:
+        from zero.homes.budget.planner import PlacementPlanner
+
+        chosen.append(PlacementPlanner(offload, device))
+    return chosen
 
 
 def levels_of(policy: ShardingPolicy, data: Axis) -> tuple[Axis, Axis]:
