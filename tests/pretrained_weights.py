@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gpt.pretrained.families import family_of
+from gpt.pretrained.configuration import family_of
 from gpt.pretrained.tensors import source_of, to_transformers
 from gpt.pretrained.weights import write_weights
 from gpt.shape.config import ModelConfig, parameter_shapes

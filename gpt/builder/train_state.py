@@ -120,7 +120,7 @@ def build_mesh(settings: Settings, world: World) -> Mesh:
     check_mesh(settings, mesh)
     # Both raise ConfigError: of a family that has no such model, and of a warm-up and a decay that overlap.
     if settings.checkpoint.weights:
-        from gpt.pretrained.families import family_of
+        from gpt.pretrained.configuration import family_of
 
         family_of(settings.model)
     learning_rate(settings.schedule, settings.optimizer.lr, 0, settings.train.steps)

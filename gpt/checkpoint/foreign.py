@@ -15,7 +15,8 @@ from torch import Tensor
 
 from gpt.builder.train_state import TrainState
 from gpt.checkpoint.layout import Progress
-from gpt.pretrained.families import Family, family_of
+from gpt.families.family import Family
+from gpt.pretrained.configuration import family_of
 from gpt.pretrained.tensors import HEAD, WORDS, source_of, with_prefix
 from gpt.shape.config import ModelConfig
 from parallel.validation.errors import ConfigError

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from gpt.families.family import Family
 from gpt.model.transformer import GPT
-from gpt.pretrained.families import Family
 from gpt.shape.config import ModelConfig
 from parallel.tensor.split_parameters import split_dims
 from parallel.validation.errors import ConfigError

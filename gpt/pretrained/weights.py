@@ -15,17 +15,10 @@ import torch
 from torch import Tensor
 
 from data.tokenizer import Tokenizer
+from gpt.families import FAMILIES
+from gpt.families.family import FREE, SIZE, UNUSED, VALUES, Family
 from gpt.model.transformer import GPT
-from gpt.pretrained.families import (
-    FAMILIES,
-    NO_SPECIAL_IDS,
-    RESOLVED,
-    SIZE,
-    Family,
-    config_from_transformers,
-    config_to_transformers,
-    family_of,
-)
+from gpt.pretrained.configuration import NO_SPECIAL_IDS, config_from_transformers, config_to_transformers, family_of
 from gpt.pretrained.tensors import HEAD, WORDS, load_weights, source_of, to_transformers
 from gpt.pretrained.tokenizer_files import (
     SPECIAL_IDS,
@@ -46,10 +39,13 @@ from zero.checkpoint.tensor_file import TensorFile
 CONFIG = "config.json"
 ONE_MODEL = "give weights and configuration of one model"
 logger = logging.getLogger(__name__)
-# Fields of a ModelConfig in which a folder and a run may differ: in any model, and by its positions.
-MAY_DIFFER = {"dropout", "vocab_multiple", "attention", "mup_base_width"}
-UNUSED = {"rope": {"seq_length"}, "learned": {"rope_theta", "rope_scaling"}}
-VALUES = {**RESOLVED, "mup_base_head_dim": "scaled_head_dim"}  # the property that has the value of an option
+# Keys that change the logits of models of transformers which are not supported, beside those of the families.
+KEYS_OF_OTHERS = (
+    *("alibi", "attention_multiplier", "attn_logit_softcapping", "clip_qkv", "embedding_multiplier"),
+    *("final_logit_softcapping", "kv_lora_rank", "logit_scale", "logits_scaling", "no_rope_layers"),
+    *("num_experts", "num_local_experts", "parallel_attn", "qk_layernorm", "query_pre_attn_scalar"),
+    *("residual_multiplier", "scale_depth", "scale_emb", "use_parallel_residual", "use_qk_norm"),
+)
 
 
 class PretrainedWeights(Mapping[str, Tensor]):
@@ -180,6 +176,13 @@ def _read_config(path: Path) -> tuple[Family, ModelConfig]:
             "supported; choose another model"
         )
     family = FAMILIES[found["model_type"]]
+    of_others = {key for each in FAMILIES.values() for key in each.keys}.union(KEYS_OF_OTHERS) - family.keys
+    for name in sorted(of_others & found.keys()):
+        if found[name] not in (None, False):
+            raise ConfigError(
+                f"{path}: the model has {name}={shown(found[name])}, which is no key of {family.configuration}, and of "
+                "models of another class; correct model_type, or remove the key"
+            )
     optional: dict[str, Schema] = {**{name: type(value) for name, value in family.fixed.items()}, **family.optional}
     schema = {name: of_value for name, of_value in optional.items() if found.get(name) is not None}
     check(found, {**dict.fromkeys(family.required, SIZE), **schema}, path)
@@ -206,7 +209,7 @@ def _configuration(family: Family, known: Mapping[str, Any]) -> Any:
 def load_pretrained(model: GPT, folder: Path) -> None:
     """Load the weights of a folder into the model. Raises ConfigError if the folder's model is another one."""
     config, weights = read_pretrained(folder)
-    may_differ = MAY_DIFFER | UNUSED[config.positions]
+    may_differ = FREE - {"vocab_size"} | UNUSED[config.positions]
     for name in (field.name for field in fields(ModelConfig) if field.name not in may_differ):
         found, expected = (getattr(of, VALUES.get(name, name)) for of in (config, model.config))
         if found != expected:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from gpt.checkpoint.checkpoint import load
 from gpt.checkpoint.layout import Progress
-from gpt.pretrained.families import config_to_transformers, family_of
+from gpt.pretrained.configuration import config_to_transformers, family_of
 from gpt.shape.config import ModelConfig
 from parallel.mesh import Mesh
 from parallel.validation.errors import ConfigError

@@ -15,7 +15,7 @@ from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen3 import modeling_qwen3
 
 from gpt.builder.closed_forms import parameters_of_rank
-from gpt.pretrained.families import config_to_transformers, family_of
+from gpt.pretrained.configuration import config_to_transformers, family_of
 from gpt.pretrained.tensors import load_weights
 from gpt.pretrained.weights import load_pretrained, read_pretrained, write_weights
 from gpt.settings.parser import parse_settings
@@ -155,7 +155,7 @@ REFUSED = [
     ("llama", {"attention_dropout": 0.1}, "attention_dropout=0.1, only 0.0"),
     ("llama", {"attention_dropout": None}, "attention_dropout=None, only 0.0"),
     ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5, only 1.0"),
-    ("llama", {"model_type": "granite"}, "model_type='granite', only gpt2, llama, qwen2, qwen3, mistral are sup"),
+    ("llama", {"model_type": "granite"}, "model_type='granite', only gpt2, llama, mistral, qwen2, qwen3 are sup"),
     ("llama", {"rope_parameters": ROPE | {"rope_type": "yarn", "factor": 2.0}}, "rope_type=yarn, only default and"),
     ("llama", {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5, only 1.0"),
     ("llama", {"rope_parameters": LLAMA3_ROPE}, "config.json: RopeScaling.factor=8 is a text; choose a number"),
@@ -223,11 +223,31 @@ def test_a_model_is_written_as_one_that_may_have_its_sizes(name, sizes, kind, tm
     load_pretrained(small_gpt(config, seed=2), tmp_path)
 
 
-def test_a_model_that_transformers_does_not_have_is_not_written():
-    for changes in ({"norm": "rms"}, {"tied_head": False}, {"num_kv_heads": 1}, {"positions": "rope"}):
-        with pytest.raises(ConfigError, match=r"transformers has no model with model\.positions="):
-            family_of(small_config(**{"hidden_size": 24, "num_heads": 2, **changes}))
-    with pytest.raises(ConfigError, match=r"model\.logit_cap=30\.0 caps logits"):
-        family_of(small_config(logit_cap=30.0))
-    with pytest.raises(ConfigError, match=r"model\.mup_base_head_dim=2 scales attention"):
-        family_of(small_config(mup_base_width=24, mup_base_head_dim=2))
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"norm": "rms"}, "model.norm=rms"),
+        ({"tied_head": False}, "model.tied_head=false"),
+        ({"num_kv_heads": 1}, "model.num_kv_heads=1"),
+        ({"positions": "rope"}, "model.positions=rope"),
+        ({"logit_cap": 30.0}, "model.logit_cap=30.0"),
+        ({"mup_base_width": 24, "mup_base_head_dim": 2}, "model.mup_base_head_dim=2"),
+    ],
+)
+def test_a_model_that_transformers_does_not_have_is_not_written(changes, named):
+    with pytest.raises(ConfigError, match=rf"^no family of transformers that is supported has {named} beside"):
+        family_of(small_config(**{"hidden_size": 24, "num_heads": 2, **changes}))
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [("llama", "residual_multiplier", 0.22), ("qwen3", "n_inner", 64), ("qwen2", "attention_bias", True)],
+)
+def test_a_key_that_changes_models_of_another_class_only_is_refused(name, key, value, tmp_path):
+    config = preset_config(name)
+    write_pretrained(tmp_path, config, small_gpt(config).state_dict())
+    change_config(tmp_path, lambda content: content.update({key: value}))
+    with pytest.raises(ConfigError, match=rf"the model has {key}={value}, which is no key of \w+Config"):
+        read_pretrained(tmp_path)
+    change_config(tmp_path, lambda content: content.update({key: None}))
+    read_pretrained(tmp_path)
