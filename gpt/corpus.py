@@ -59,7 +59,7 @@ class Corpus:
         _check_tokenizers([*prefixes, *validated.values()])
 
         def samples_of(
-            part: str, num_samples: int, path: str | list[str] = data.path, split: Sequence[float] = data.split
+            part: str, path: str | list[str] = data.path, split: Sequence[float] = data.split
         ) -> BlendedSamples:
             samples = open_samples(
                 path,
@@ -77,13 +77,13 @@ class Corpus:
                 arrange(samples, data.schedule, train, Progress())
             if data.packing == "best_fit":
                 _log_padding(part, samples.tokens_per_sample / model.seq_length)
-            _build_cache(samples, num_samples, mesh, world)
             return samples
 
-        training = samples_of("train", consumed_samples_after(train, train.steps))
-        of = partial(samples_of, "validation", num_evaluated)
-        own = {"": of()} if num_evaluated and not validated else {}
-        validation = own | {name: of(prefix, (0, 1, 0)) for name, prefix in validated.items()}
+        training = samples_of("train")
+        own = {"": samples_of("validation")} if num_evaluated and not validated else {}
+        validation = own | {name: samples_of("validation", prefix, (0, 1, 0)) for name, prefix in validated.items()}
+        evaluated = [(samples, num_evaluated) for samples in validation.values()]
+        _build_caches([(training, consumed_samples_after(train, train.steps)), *evaluated], mesh, world)
         tokenizer = load_tokenizer(prefixes[0]) if tokenizer_path(prefixes[0]).is_file() else None
         loader = partial(_loader, model=model, train=train, mesh=mesh, world=world, num_units=num_units)
         return cls(
@@ -96,10 +96,10 @@ class Corpus:
         )
 
 
-def _build_cache(samples: BlendedSamples, num_samples: int, mesh: Mesh, world: World) -> None:
+def _build_caches(opened: Sequence[tuple[BlendedSamples, int]], mesh: Mesh, world: World) -> None:
     """Build the indices on the first rank, then on one of each node that lacks them, before all ranks map them."""
     for is_builder in (world.is_first, world.local_rank == 0 and not world.is_first):
-        if is_builder:
+        for samples, num_samples in opened if is_builder else ():
             with mesh.log.busy():
                 samples.build_cache(0, num_samples)
         mesh.barrier()

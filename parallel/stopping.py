@@ -31,6 +31,7 @@ from parallel.ending import EXIT_ABORTED, end_process
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 SAME_SECONDS = 2.0  # in which further signals count as one: a launcher passes on what its ranks have received as well
 POLL_SECONDS = 0.5
+RANKS_PER_POLL, MOST_POLLS = 256, 8  # a rank of a larger world polls less often, at most so many times
 AGREEMENT_SECONDS = 10.0  # if a rank dies, torchrun sends the others SIGTERM, and SIGKILL 30 s later: must be less
 
 
@@ -57,8 +58,8 @@ class Agreement:
         # The step is set before this rank is counted: the rank that completes the count finds the steps of all.
         self._store.set(f"{self._key}/step/{self._rank}", str(num_begun))
         if self._store.add(f"{self._key}/num_reports", 1) == self._size:
-            steps = [int(self._store.get(f"{self._key}/step/{rank}")) for rank in range(self._size)]
-            self._store.set(f"{self._key}/last", str(max(steps) + self._num_later))
+            steps = self._store.multi_get([f"{self._key}/step/{rank}" for rank in range(self._size)])
+            self._store.set(f"{self._key}/last", str(max(map(int, steps)) + self._num_later))
 
     def read(self) -> int | None:
         return int(self._store.get(f"{self._key}/last")) if self._store.check([f"{self._key}/last"]) else None
@@ -157,7 +158,7 @@ class Stopping:
         signals = select.poll()  # not `select`, which takes no descriptor above 1,023
         signals.register(receiving, select.POLLIN)
         while not ended.is_set():
-            if signals.poll(1000 * POLL_SECONDS):
+            if signals.poll(1000 * self._poll_seconds()):
                 received = [number for number in os.read(receiving, 64) if number in SIGNALS]
                 if received and asked_at is None:
                     asked_at = self._clock()
@@ -169,6 +170,12 @@ class Stopping:
             since = asked_at if self._stop.reported_at is None else self._stop.reported_at
             if self._stop.step is None and since is not None and self._clock() > since + AGREEMENT_SECONDS:
                 self._abort()
+
+    def _poll_seconds(self) -> float:
+        """Return the time to the next poll: the store has to answer all ranks, and no step begins while they agree."""
+        if self._stop.is_under_way or self._save.is_under_way:
+            return POLL_SECONDS
+        return POLL_SECONDS * min(MOST_POLLS, max(1.0, self._size / RANKS_PER_POLL))
 
     def _abort(self) -> None:
         """End this process from the polling thread."""

@@ -3,7 +3,7 @@
 import socket
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 from rich.table import Table
@@ -21,14 +21,17 @@ def find_nodes(world: World) -> tuple[str, ...]:
     If several nodes have the same name, the number of their first rank is appended to it.
     """
     own = socket.gethostname(), world.rank - world.local_rank
-    return tuple(Decisions(world.rank, world.size).decide(own, _names))
+    runs = Decisions(world.rank, world.size).decide(own, _runs_of_names)
+    return tuple(name for name, count in runs for _ in range(count))
 
 
-def _names(found: Sequence[Sequence[Any]]) -> list[str]:
+def _runs_of_names(found: Sequence[Sequence[Any]]) -> list[tuple[str, int]]:
+    """Return the name of each run of ranks on one node, and their number: every rank reads this."""
     first_ranks: defaultdict[str, set[int]] = defaultdict(set)
     for name, first in found:
         first_ranks[name].add(first)
-    return [name if len(first_ranks[name]) == 1 else f"{name}#{first}" for name, first in found]
+    names = (name if len(first_ranks[name]) == 1 else f"{name}#{first}" for name, first in found)
+    return [(name, len(list(ranks))) for name, ranks in groupby(names)]
 
 
 def links_of(nodes: Sequence[str], axis: str, mesh: Mesh) -> Counter[tuple[str, str]]:

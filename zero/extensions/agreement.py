@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from zlib import crc32
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from parallel.mesh import Axis
@@ -161,10 +162,15 @@ class LaunchOrder(Extension):
 
     def _compare(self, item: int) -> None:
         """Compare what is next on all ranks. Blocks the host and the device, but only in steps of a new order."""
-        own = torch.tensor(item, device="cpu")  # also inside a context of another device
+        own = torch.tensor([item, -item], device="cpu")  # also inside a context of another device
         own = own.to(self._data.communication_device(own))
         with self._data.log.during("agreement"):
-            items = self._data.gather_by_rank(own)
+            # Two numbers and not one of each rank: this is done before each launch of a step.
+            highest = torch.empty_like(own)
+            self._data.all_reduce(own, out=highest, op=dist.ReduceOp.MAX).wait()
+            if not highest.sum().item():
+                return
+            items = self._data.gather_by_rank(own[0])
         for rank, other in enumerate(items.tolist()):
             if other != item:
                 is_branch, name = max(item, other) >= 0, self._data.name

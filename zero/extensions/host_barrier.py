@@ -2,8 +2,10 @@
 
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch.distributed as dist
 
@@ -26,7 +28,7 @@ class HostBarrier:
 
     def __init__(self, axis: Axis, clock: Callable[[], float] = time.monotonic):
         self._axis, self._clock = axis, clock
-        self._num_uses = 0
+        self._num_uses, self._is_telling, self._told_at = 0, False, -math.inf
         if axis.has_peers:
             self._store = shared_store()
             assert axis.group is not None
@@ -37,11 +39,26 @@ class HostBarrier:
             self._prefix = f"barriers/{group}/{number}"
 
     def tell(self, number: int, purpose: str) -> None:
-        """Tell ranks that wait here that this one has gone on, without the barrier, to its round `number`."""
-        if self._axis.has_peers:
-            self._store.set(f"{self._prefix}/gone/{self._axis.rank}", f"{number} {purpose}")
-            # No two are equal. Not a counter, for whose value this rank would wait.
-            self._store.set(f"{self._prefix}/told", f"{number} of rank {self._axis.rank}")
+        """Tell ranks that wait here that this one has gone on, without the barrier, to its round `number`.
+
+        They hear of the last of several rounds in a second: a rank may run hundreds, and they look once a second.
+        """
+        if not self._axis.has_peers:
+            return
+        self._news = number, purpose
+        if not self._is_telling:
+            self._is_telling = True
+            timer = threading.Timer(max(0.0, self._told_at + POLL_SECONDS - self._clock()), self._tell_now)
+            timer.daemon = True
+            timer.start()
+
+    def _tell_now(self) -> None:
+        self._is_telling, self._told_at = False, self._clock()  # before the news is read: later news are told later
+        number, purpose = self._news
+        # No two values of "told" are equal. Not a counter, for whose value this rank would wait.
+        news = {f"gone/{self._axis.rank}": f"{number} {purpose}", "told": f"{number} of rank {self._axis.rank}"}
+        with suppress(RuntimeError):  # the store's rank has ended
+            self._store.multi_set([f"{self._prefix}/{key}" for key in news], list(news.values()))  # type: ignore[attr-defined]
 
     def wait(self, purpose: str, number: float = math.inf) -> None:
         """Return when every rank of the axis waits with this purpose; at once on an axis without peers.
