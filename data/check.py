@@ -7,7 +7,7 @@ import argparse
 import sys
 
 from data.errors import DataError
-from data.indexed import IndexedDataset, check_index
+from data.indexed import IndexedDataset, check_index, part_prefix
 from data.sidecar import INDEX, TOKENIZER, TOKENS, Sidecar
 from parallel.validation.errors import printable
 
@@ -20,8 +20,10 @@ def check_corpus(prefix: str) -> str:
     if Sidecar.path(prefix).is_file():
         sidecar = Sidecar.load(prefix)
         compared = [suffix for suffix in (TOKENS, INDEX, TOKENIZER) if suffix in sidecar.checksums]
-        for suffix in compared:
+        for suffix in compared if not sidecar.parts else compared[1:]:
             sidecar.check_file(prefix, suffix)
+        for number in range(1, len(sidecar.parts) + 1):
+            check_corpus(str(part_prefix(prefix, number, len(sidecar.parts))))
     facts = f"{len(dataset):,} sequences, {dataset.num_tokens:,} tokens"
     return f"{prefix}: {facts}; equal to their checksums: {' '.join(compared) or 'none are recorded'}"
 

@@ -3,11 +3,16 @@
 PREFIX.bin   | tokens of document 0 | tokens of document 1 | ...                 no header, little-endian
 PREFIX.idx   | "MMIDIDX\\0\\0" | u64 version 1 | u8 dtype code | u64 N | u64 D |     34 bytes
              | i32[N] lengths in tokens | i64[N] starts in bytes | i64[D] first sequence of each document, then N |
+
+The tokens of a corpus of parts are PREFIX.part-1-of-4.bin to PREFIX.part-4-of-4.bin, which PREFIX.idx describes as if
+they were one file. Each part is a corpus as well.
 """
 
+import bisect
+import re
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -36,6 +41,11 @@ def idx_path(prefix: str | Path) -> Path:
     return Path(f"{prefix}.idx")
 
 
+def part_prefix(prefix: str | Path, number: int, count: int) -> Path:
+    """Return the prefix of a part, from 1 to `count`, of a corpus."""
+    return Path(f"{prefix}.part-{number}-of-{count}")
+
+
 class IndexedDataset:
     """The sequences of PREFIX.bin as read-only views of a memory map.
 
@@ -48,7 +58,7 @@ class IndexedDataset:
         self.prefix = str(prefix)
         try:
             self._open_index(idx_path(prefix))
-            self._open_tokens(bin_path(prefix))
+            self._open_tokens(*self._files_of_tokens())
         except OSError as error:
             raise DataError(f"cannot read {error.filename or prefix} ({error.strerror}); correct data.path") from None
 
@@ -84,25 +94,42 @@ class IndexedDataset:
         if self.document_indices[-1:].tolist() != [num_sequences]:
             raise DataError(f"{path}: its last document index is not its {num_sequences} sequences; prepare it again")
 
-    def _open_tokens(self, path: Path) -> None:
-        actual_bytes = _size_of(path, self.prefix)
-        expected_bytes = int(self.starts[-1]) + int(self.sequence_lengths[-1]) * self.dtype.itemsize
-        if actual_bytes != expected_bytes or expected_bytes == 0:
+    def _files_of_tokens(self) -> tuple[list[Path], list[int]]:
+        """Return the files of the tokens, and their sizes in bytes."""
+        path = bin_path(self.prefix)
+        num_bytes = int(self.starts[-1]) + int(self.sequence_lengths[-1]) * self.dtype.itemsize
+        parts = Sidecar.load(self.prefix).parts if Sidecar.path(self.prefix).is_file() and not path.is_file() else []
+        sizes = [size for size, _ in parts]
+        if sizes and (sum(sizes) != num_bytes or any(size % self.dtype.itemsize for size in sizes)):
             raise DataError(
-                f"{path} has {actual_bytes} bytes, its index describes {expected_bytes}; copy or prepare the pair again"
+                f"{idx_path(self.prefix)} describes {num_bytes} bytes, {Sidecar.path(self.prefix)} says {sum(sizes)}: "
+                "they belong to different corpora; copy or prepare all files again"
             )
-        self._tokens = np.memmap(path, dtype=self.dtype, mode="r").view(np.ndarray)
+        paths = [bin_path(part_prefix(self.prefix, number, len(sizes))) for number in range(1, len(sizes) + 1)]
+        return (paths, sizes) if sizes else ([path], [num_bytes])
+
+    def _open_tokens(self, paths: Sequence[Path], sizes: Sequence[int]) -> None:
+        for path, expected_bytes in zip(paths, sizes, strict=True):
+            if (actual_bytes := _size_of(path, self.prefix)) != expected_bytes or expected_bytes == 0:
+                raise DataError(
+                    f"{path} has {actual_bytes} bytes, its index describes {expected_bytes}; copy or prepare the pair "
+                    "again"
+                )
+        self._tokens = [np.memmap(path, dtype=self.dtype, mode="r").view(np.ndarray) for path in paths]
+        self._firsts = [0, *accumulate(map(len, self._tokens))]  # token of each file, and the number of all
 
     def __len__(self) -> int:
         return len(self.sequence_lengths)
 
     def __getitem__(self, sequence: int) -> np.ndarray:
         start = int(self.starts[sequence]) // self.dtype.itemsize
-        return self._tokens[start : start + int(self.sequence_lengths[sequence])]
+        file = bisect.bisect_right(self._firsts, start, hi=len(self._tokens)) - 1
+        start -= self._firsts[file]
+        return self._tokens[file][start : start + int(self.sequence_lengths[sequence])]
 
     @property
     def num_tokens(self) -> int:
-        return len(self._tokens)
+        return self._firsts[-1]
 
     @cached_property
     def fingerprint(self) -> str:
@@ -113,7 +140,7 @@ class IndexedDataset:
         recorded = Sidecar.load(self.prefix).checksums if Sidecar.path(self.prefix).is_file() else {}
         if (checksum := recorded.get(TOKENS)) is None:
             count = ENDS_BYTES // self.dtype.itemsize
-            checksum = zlib.crc32(np.concatenate((self._tokens[:count], self._tokens[-count:])).data)
+            checksum = zlib.crc32(np.concatenate((self._tokens[0][:count], self._tokens[-1][-count:])).data)
         return f"{len(self)}-{self.num_tokens}-{self.dtype.itemsize}-{self.lengths_checksum:08x}-{checksum:08x}"
 
     @cached_property
@@ -122,8 +149,19 @@ class IndexedDataset:
         return zlib.crc32(np.ascontiguousarray(self.sequence_lengths).data)
 
 
+def missing_parts(prefix: str | Path) -> list[str]:
+    """Return the missing parts of a corpus of parts, such as 3/64; none of another corpus."""
+    pattern = re.compile(rf"{re.escape(Path(prefix).name)}\.part-([0-9]{{1,6}})-of-([0-9]{{1,6}})\.idx")
+    names = (path.name for path in Path(prefix).parent.glob("*.idx"))
+    present = {(int(found[2]), int(found[1])) for name in names if (found := pattern.fullmatch(name))}
+    count, _ = max(present, default=(0, 0))
+    return [f"{number}/{count}" for number in range(1, count + 1) if (count, number) not in present]
+
+
 def _size_of(path: Path, prefix: str) -> int:
     if not path.is_file():
+        if missing := missing_parts(prefix):
+            raise DataError(f"{path} does not exist: {prefix} lacks the parts {' '.join(missing)}; prepare them")
         raise DataError(
             f"{path} does not exist; data.path takes the common prefix of a .bin and an .idx file, "
             f"as written by python -m data.prepare --output {prefix}"
@@ -149,6 +187,18 @@ def check_index(dataset: IndexedDataset) -> None:
                     f"{path} holds {count} {name}, {Sidecar.path(dataset.prefix)} says {getattr(sidecar, name)}: they "
                     "belong to different corpora; copy or prepare all files again"
                 )
+        check_parts(dataset.prefix, sidecar)
+
+
+def check_parts(prefix: str, sidecar: Sidecar) -> None:
+    """Raise DataError if a part of a corpus is another one than when its parts were joined."""
+    for number, (_, checksum) in enumerate(sidecar.parts, 1):
+        part = part_prefix(prefix, number, len(sidecar.parts))
+        if Sidecar.load(part).checksums.get(TOKENS) != checksum:
+            raise DataError(
+                f"{bin_path(part)} was prepared again, and is not the part of {prefix}; prepare the same source with "
+                f"--part {number}/{len(sidecar.parts)} --overwrite"
+            )
 
 
 def _problem(dataset: IndexedDataset) -> str | None:

@@ -25,16 +25,17 @@ from rich.progress import Progress as ProgressBar
 from data.chosen_tokenizers import character_tokenizer, named_tokenizer, train_tokenizer
 from data.encode import Encoded, Encoder, encode_in_order
 from data.errors import DataError
-from data.indexed import bin_path, idx_path
+from data.indexed import bin_path, idx_path, missing_parts, part_prefix
 from data.sidecar import INDEX, TOKENIZER, TOKENS, Sidecar, file_checksum
 from data.sources import Source
-from data.staging import PROGRESS, IndexedWriter, Progress, reserved, staging_folder, token_dtype
+from data.staging import PROGRESS, IndexedWriter, Progress, join_parts, reserved, staging_folder, token_dtype
 from data.tokenizer import Tokenizer, tokenizer_path
 from parallel.validation.errors import printable
 from parallel.validation.paths import expanded
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
+MOST_PARTS = 99_999
 HIGHEST = {"workers": 4096, "train_bytes": sys.maxsize, "max_documents": sys.maxsize}  # of options that are numbers
 BATCHES_BETWEEN_SAVES = 256  # of half a megabyte of text
 SECONDS_BETWEEN_LINES, WIDTH_OF_LINES = 30.0, 160  # of progress, without a terminal
@@ -82,6 +83,7 @@ def prepare(source: Source, output: Path, tokenizer: Tokenizer, *, tokenizer_nam
             rejected=progress.rejected,
             checksums={TOKENS: writer.bin_checksum} | checksums,
             vocabulary_hash=tokenizer.vocabulary_hash,
+            of_corpus=_hash_of_corpus(source, tokenizer) if source.part[1] > 1 else None,
         )
         sidecar.save(staged)
         (folder / PROGRESS).unlink(missing_ok=True)  # what is renamed cannot be continued
@@ -103,6 +105,14 @@ def _plan(source: Source, tokenizer: Tokenizer) -> str:
     shards = [(shard.weight, version) for shard, version in zip(source.shards, versions, strict=True)]
     facts = [replace(source, skips_errors=False), shards, tokenizer.text, tokenizer.eod, tokenizer.bos]
     return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+
+def _hash_of_corpus(source: Source, tokenizer: Tokenizer) -> str:
+    """Return a hash that the parts of a corpus have in common, wherever each of them is prepared."""
+    whole = replace(source, part=(1, 1))
+    sizes = [shard.weight for shard in whole.shards]
+    facts = [whole.text_key, whole.config, whole.split, whole.max_documents, sizes, tokenizer.text]
+    return hashlib.sha256(repr([*facts, tokenizer.eod, tokenizer.bos]).encode()).hexdigest()[:16]
 
 
 def _encode(
@@ -215,6 +225,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--text_key", default="text", help="the key of JSON lines, or the column (%(default)s)")
     add("--config", help="the configuration of a hub dataset")
     add("--split", default="train", help="the split of a dataset (%(default)s)")
+    add("--part", default="1/1", metavar="K/N", help="one of N parts of the files, each made by a command of its own")
     add("--max_documents", type=int, metavar="N", help="stop after N documents")
     add("--workers", type=int, default=os.cpu_count(), metavar="N", help="processes (%(default)s)")
     add("--on_error", choices=("stop", "skip"), default="stop", help="skip: list wrong documents in a file and go on")
@@ -245,16 +256,17 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _run(args: argparse.Namespace) -> str:
     """Return a description of what was written."""
-    source = Source(
-        args.source, args.text_key, args.config, args.split, args.max_documents, skips_errors=args.on_error == "skip"
-    )
+    part = _part_of(args)
+    facts_of_source = args.text_key, args.config, args.split, args.max_documents
+    source = Source(args.source, *facts_of_source, skips_errors=args.on_error == "skip", part=part)
     for name, highest in HIGHEST.items():
         if (value := getattr(args, name)) is not None and not 1 <= value <= highest:
             raise DataError(f"--{name}={value} must be 1 or more, and at most {highest}")
-    output = Path(args.output)
+    whole = Path(args.output)
+    output = part_prefix(whole, *part) if part[1] > 1 else whole
     with reserved(output):
         paths = (tokenizer_path,) if args.tokenizer_only else OUTPUT_PATHS
-        existing = [str(path(output)) for path in paths if path(output).exists()]
+        existing = [str(path) for path in (bin_path(whole), *(path(output) for path in paths)) if path.exists()]
         if existing and not args.overwrite:
             raise DataError(f"{existing[0]} exists; choose another --output or add --overwrite")
         if args.tokenizer is not None:
@@ -268,8 +280,29 @@ def _run(args: argparse.Namespace) -> str:
             return f"a tokenizer, vocabulary {tokenizer.vocab_size:,}"
         made = prepare(source, output, tokenizer, tokenizer_name=name, num_workers=args.workers)
     left_out = f"{made.empty:,} empty ones left out"
+    joined = ""
+    if part[1] > 1:
+        with reserved(whole, waits=True):
+            is_joined = join_parts(whole, part[1])
+        joined = (
+            f"; {whole} is complete" if is_joined else f"; {whole} lacks the parts {' '.join(missing_parts(whole))}"
+        )
     left_out += f", {made.rejected:,} rejected ({rejected_path(output)})" if made.rejected else ""
-    return f"{made.documents:,} documents ({left_out}), {made.tokens:,} tokens, vocabulary {made.vocab_size:,}"
+    return f"{made.documents:,} documents ({left_out}), {made.tokens:,} tokens, vocabulary {made.vocab_size:,}{joined}"
+
+
+def _part_of(args: argparse.Namespace) -> tuple[int, int]:
+    """Return (number, count) of --part. Raises DataError if there is no such part."""
+    number, _, count = args.part.partition("/")
+    if not (number.isascii() and count.isascii() and number.isdigit() and count.isdigit()):
+        raise DataError(f"--part={args.part} is no K/N, such as 3/64; correct it")
+    if not 1 <= int(number) <= int(count) <= MOST_PARTS:
+        raise DataError(f"--part={args.part} is no part from 1/N to N/N, of at most {MOST_PARTS}; correct it")
+    if int(count) > 1 and (args.tokenizer is None or args.tokenizer_only):
+        raise DataError(
+            "--part needs a --tokenizer that all parts have; make one with --tokenizer_only, and without --part"
+        )
+    return int(number), int(count)
 
 
 if __name__ == "__main__":

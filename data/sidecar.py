@@ -26,7 +26,8 @@ class Sidecar:
     `tokenizer` is the value of --tokenizer, or "trained". The tokenizer itself is stored in PREFIX.tokenizer.json.
     `eod` and `bos` are the ids that end and begin a document, `empty` and `rejected` the documents that were left out.
     `vocabulary_hash` is `Tokenizer.vocabulary_hash`; None if an older version prepared the corpus, and so are
-    `checksums`: CRC-32s of files by their suffixes.
+    `checksums`: CRC-32s of files by their suffixes. `parts` are the size and the CRC-32 of PREFIX.bin of each part, if
+    the tokens of a corpus are in the files of its parts, and `of_corpus` is a hash that these have in common.
     """
 
     vocab_size: int
@@ -40,6 +41,8 @@ class Sidecar:
     rejected: int = 0
     checksums: dict[str, int] = field(default_factory=dict)
     vocabulary_hash: str | None = None
+    of_corpus: str | None = None
+    parts: list[list[int]] = field(default_factory=list)
 
     @staticmethod
     def path(prefix: str | Path) -> Path:
@@ -76,8 +79,11 @@ class Sidecar:
         """Raise ValueError or TypeError if a number is none, which a file without checksum may hold."""
         if not isinstance(self.checksums, dict):
             raise TypeError(f"checksums is {str(self.checksums)[:40]!r}, not an object of numbers")
-        if not isinstance(self.vocabulary_hash, str | None):
-            raise TypeError(f"vocabulary_hash is {str(self.vocabulary_hash)[:40]!r}, not a text")
+        for name in ("vocabulary_hash", "of_corpus"):
+            if not isinstance(text := getattr(self, name), str | None):
+                raise TypeError(f"{name} is {str(text)[:40]!r}, not a text")
+        if any([type(number) for number in part] != [int, int] or min(part) < 0 for part in self.parts):
+            raise TypeError(f"parts is {str(self.parts)[:40]!r}, not a list of pairs of numbers")
         numbers = self.checksums | {name: getattr(self, name) for name in COUNTS}
         if self.bos is not None:
             numbers["bos"] = self.bos

@@ -11,7 +11,7 @@ import os
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from io import BufferedReader
 from itertools import chain, islice
@@ -72,7 +72,8 @@ class Source:
     """A description of the text to read. Each name is "stdlib", a file, a glob, a directory, or a dataset of the hub.
 
     `config` and `split` select within a dataset, which is streamed. `text_key` is the JSON key or the column. With
-    `skips_errors`, documents that are wrong are left out.
+    `skips_errors`, documents that are wrong are left out. `part` (number, count) is a run of the files: 1 to `count`
+    have all of them, in their order.
     """
 
     names: list[str]
@@ -81,10 +82,18 @@ class Source:
     split: str = "train"
     max_documents: int | None = None
     skips_errors: bool = False
+    part: tuple[int, int] = field(default=(1, 1), repr=False)
 
     @cached_property
     def shards(self) -> list[Shard]:
-        return [shard for name in self.names for shard in self._shards_of(name)]
+        shards = [shard for name in self.names for shard in self._shards_of(name)]
+        number, count = self.part
+        if 1 < count > len(shards):
+            raise DataError(
+                f"--part {number}/{count} is one of {count} parts, and --source has {len(shards)} files; give at most "
+                f"as many parts, or divide the files"
+            )
+        return shards[(number - 1) * len(shards) // count : number * len(shards) // count]
 
     def weight(self) -> int | None:
         """Return the total weight of the shards, for a progress bar; None if the amount to be read is unknown."""

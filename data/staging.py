@@ -5,11 +5,12 @@ The folder of a preparation that was interrupted is kept if its progress was sav
 
 import json
 import os
+import shutil
 import zlib
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Self
 
@@ -17,8 +18,9 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from data.errors import LOCKS_ARE_MISSING, DataError
-from data.indexed import DTYPE_OF_CODE, HEADER, MAGIC, VERSION, bin_path, idx_path
-from data.sidecar import CHUNK_BYTES, OWN_CHECKSUM, checksum_of
+from data.indexed import DTYPE_OF_CODE, HEADER, MAGIC, VERSION, IndexedDataset, bin_path, idx_path, part_prefix
+from data.sidecar import CHUNK_BYTES, INDEX, OWN_CHECKSUM, TOKENIZER, TOKENS, Sidecar, checksum_of, file_checksum
+from data.tokenizer import tokenizer_path
 from parallel.validation.files import read_note
 from parallel.validation.paths import remove
 
@@ -32,13 +34,13 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 @contextmanager
-def reserved(output: Path) -> Iterator[None]:
-    """Hold the lock of a prefix in this block. Raises DataError if another process holds it."""
+def reserved(output: Path, *, waits: bool = False) -> Iterator[None]:
+    """Hold the lock of a prefix in this block, or raise DataError if another process does and this one not `waits`."""
     if output.name in ("", ".."):
         raise DataError(f"--output {output} names no files; give the beginning of their names, such as data/corpus")
     path = output.with_name(f".{output.name}.lock")
     # No fallback to a lock that consists in the existence of a file: it would outlive a process that is killed.
-    lock = FileLock(path, blocking=False, fallback_to_soft=False)
+    lock = FileLock(path, blocking=waits, fallback_to_soft=False)
     try:
         lock.acquire()
     except Timeout:
@@ -181,15 +183,57 @@ class IndexedWriter:
         self._bin.close()
 
     def _write_index(self) -> None:
-        lengths = np.asarray(np.frombuffer(self._lengths, dtype=np.intc), dtype="<i4")
-        starts = np.zeros(len(lengths), dtype="<i8")
-        np.cumsum(lengths[:-1], dtype="<i8", out=starts[1:])
-        starts *= self.dtype.itemsize
-        code = next(code for code, dtype in DTYPE_OF_CODE.items() if dtype == self.dtype)
-        with open(idx_path(self.prefix), "wb") as file:
-            file.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(lengths) + 1))
-            file.write(lengths.data)
-            file.write(starts.data)
-            file.write(np.arange(len(lengths) + 1, dtype="<i8").data)
-            file.flush()
-            os.fsync(file.fileno())
+        write_index(idx_path(self.prefix), self.dtype, [np.frombuffer(self._lengths, dtype=np.intc)])
+
+
+def write_index(path: Path, dtype: np.dtype, lengths_of_parts: Sequence[np.ndarray]) -> None:
+    """Write the index of documents of these lengths, in one file or in those of several parts, one after the other."""
+    code = next(code for code, known in DTYPE_OF_CODE.items() if known == dtype)
+    count, first_byte = sum(map(len, lengths_of_parts)), 0
+    with open(path, "wb") as file:
+        file.write(HEADER.pack(MAGIC, VERSION, code, count, count + 1))
+        for lengths in lengths_of_parts:
+            file.write(np.asarray(lengths, dtype="<i4").data)
+        for lengths in lengths_of_parts:
+            bounds = np.zeros(len(lengths) + 1, dtype="<i8")
+            np.cumsum(lengths, dtype="<i8", out=bounds[1:])
+            bounds = bounds * dtype.itemsize + first_byte
+            file.write(bounds[:-1].data)
+            first_byte = int(bounds[-1])
+        file.write(np.arange(count + 1, dtype="<i8").data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def join_parts(prefix: Path, count: int) -> bool:
+    """Write the index and the facts by which `count` parts are read as one corpus; return False if one is missing.
+
+    The caller holds the lock of the prefix. Raises DataError if a part is of another corpus.
+    """
+    parts = [part_prefix(prefix, number, count) for number in range(1, count + 1)]
+    if not all(idx_path(part).is_file() for part in parts):
+        return False
+    datasets, sidecars = [IndexedDataset(part) for part in parts], [Sidecar.load(part) for part in parts]
+    for number, sidecar in enumerate(sidecars, 1):
+        if sidecar.of_corpus != sidecars[0].of_corpus:
+            raise DataError(
+                f"{parts[number - 1]} was prepared from another source or with other options than {parts[0]}; prepare "
+                f"both with the same command, and --part {number}/{count} --overwrite"
+            )
+    with staging_folder(prefix, "") as (folder, _):
+        staged = folder / prefix.name
+        shutil.copyfile(tokenizer_path(parts[0]), tokenizer_path(staged))
+        write_index(idx_path(staged), datasets[0].dtype, [dataset.sequence_lengths for dataset in datasets])
+        of_tokens = [sidecar.checksums[TOKENS] for sidecar in sidecars]
+        of_files = {suffix: file_checksum(f"{staged}{suffix}") for suffix in (INDEX, TOKENIZER)}
+        counts = "documents", "tokens", "empty", "rejected"
+        sums = {name: sum(getattr(each, name) for each in sidecars) for name in counts}
+        replace(
+            sidecars[0],
+            **sums,
+            checksums={TOKENS: checksum_of({"parts": of_tokens}), **of_files},
+            parts=[[bin_path(part).stat().st_size, checksum] for part, checksum in zip(parts, of_tokens, strict=True)],
+        ).save(staged)
+        for path in (tokenizer_path, Sidecar.path, idx_path):
+            os.replace(path(staged), path(prefix))
+    return True

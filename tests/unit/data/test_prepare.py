@@ -22,10 +22,12 @@ from rich.progress import Progress as ProgressBar
 from tokenizers import Tokenizer as Backend
 from tokenizers import processors
 
+from data.blend import open_samples
+from data.check import check_corpus
 from data.chosen_tokenizers import character_tokenizer, train_tokenizer
 from data.encode import Encoded, encode_in_order
 from data.errors import DataError
-from data.indexed import IndexedDataset
+from data.indexed import IndexedDataset, check_index
 from data.prepare import main
 from data.sidecar import Sidecar
 from data.sources import Document, Source, text_of
@@ -127,6 +129,38 @@ def test_files_of_every_kind_in_one_directory_become_one_corpus(tmp_path, capsys
         capsys.readouterr().out
         == f"{prefix}: 20 documents (4 empty ones left out), {num_tokens:,} tokens, vocabulary 280\n"
     )
+
+
+def test_parts_are_read_as_the_corpus_of_one_command(tmp_path, capsys, tokenizer_file):
+    for number in range(5):
+        (tmp_path / f"{number}.jsonl").write_text(_json_lines(TEXTS[4 * number : 4 * number + 4]))
+    options = [*_command(tmp_path / "*.jsonl", tmp_path / "whole"), "--tokenizer", str(tokenizer_file)]
+    main(options)
+    whole, corpus = tmp_path / "whole", str(tmp_path / "corpus")
+    of_part = [*options, "--output", corpus, "--part"]
+    assert "--part 1/6 is one of 6 parts, and --source has 5 files" in _error_of(capsys, *of_part, "1/6")
+    main([*of_part, "3/3"])
+    with pytest.raises(DataError, match=r"corpus.idx does not exist: .*corpus lacks the parts 1/3 2/3; prepare them$"):
+        IndexedDataset(corpus)
+    for part in ("1/3", "2/3"):
+        main([*of_part, part])
+    assert _documents(Path(corpus)) == TEXTS[:20]
+    assert Path(f"{corpus}.idx").read_bytes() == Path(f"{whole}.idx").read_bytes()
+    assert check_corpus(corpus).partition(":")[2] == check_corpus(str(whole)).partition(":")[2]
+
+    def samples(prefix: str | Path) -> list[list[int]]:
+        found = open_samples(str(prefix), split=[1, 0, 0], seq_length=8, seed=1)
+        return [found[number].tolist() for number in range(20)]
+
+    assert samples(corpus) == samples(whole)
+    (tmp_path / "2.jsonl").write_text(_json_lines(TEXTS[20:24]))
+    named = r"corpus.part-2-of-3 was prepared from another source or with other options than .*corpus.part-1-of-3;"
+    assert re.search(named, _error_of(capsys, *of_part, "2/3", "--overwrite"))
+    with pytest.raises(DataError, match=r"corpus.part-2-of-3.bin (has \d+ bytes|was prepared again)"):
+        check_index(IndexedDataset(corpus))
+    Path(f"{corpus}.part-3-of-3.bin").unlink()
+    with pytest.raises(DataError, match=r"corpus.part-3-of-3.bin does not exist"):
+        IndexedDataset(corpus)
 
 
 def test_wrong_documents_are_listed_in_a_file_if_errors_are_skipped(tmp_path, capsys, tokenizer_file):
@@ -501,6 +535,9 @@ def test_a_source_that_cannot_be_read_is_reported_in_one_line(tmp_path, name, co
         (["--source", "*.nothing"], r"--source \*.nothing: no such file"),
         (["--source", "dataset", "--split", "valid"], "--split valid is not among its splits train"),
         (["--workers", "0"], "--workers=0 must be 1 or more, and at most"),
+        (["--part", "1/2"], "--part needs a --tokenizer that all parts have; make one with --tokenizer_only"),
+        (["--part", "3/2"], "--part=3/2 is no part from 1/N to N/N"),
+        (["--part", "a"], "--part=a is no K/N"),
         (["--max_documents", "9223372036854775808"], "--max_documents=9223372036854775808 must be 1 or more, and at"),
     ],
 )
