@@ -5,10 +5,11 @@ Its results are exact for the imitated backend, except for dropout on GPUs, whos
 """
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Self
 
 import torch
@@ -34,6 +35,7 @@ from parallel.world import World, imitated_world
 from zero.homes.budget.recorder import NUM_RECORDED
 
 DEVICE, HOST = "device", "host"  # the memories of a Recording
+FORWARD = "forward"  # the phase that begins a micro-batch
 MAX_MICRO_BATCHES = 3  # the first, the last, and one between them, which all others are like
 
 
@@ -53,11 +55,27 @@ class Recording:
     events: list[CommEvent]  # their times are counts of kernels; the next step waits for one that is awaited early
     kernels: list[Kernel]
     memory: MemoryHistory  # of the device; its times are counts of kernels
+    num_left_out: int  # micro-batches of the step that are like the last but one, and were not run
+
+    def num_times(self, place: float) -> int:
+        """Return how often a step has what is at this place among the kernels, with the micro-batches left out."""
+        return 1 + self.num_left_out * (self._last_but_one.start <= place < self._last_but_one.stop)
+
+    @cached_property
+    def _last_but_one(self) -> range:
+        """The kernels of the last but one micro-batch."""
+        begins = [number for number in range(len(self.kernels)) if begins_micro_batch(self.kernels, number)]
+        return range(*begins[-2:]) if self.num_left_out else range(0)
 
     def with_kernels(self, kernels: list[Kernel], places: list[int]) -> Self:
         """Return the recording with other kernels; `places[n]` of them are before the one that was number n."""
         events = events_at_times(self.events, places)
         return replace(self, kernels=kernels, events=events, memory=self.memory.at_times(places))
+
+
+def begins_micro_batch(kernels: Sequence[Kernel], number: int) -> bool:
+    """Return whether a kernel is the first one of a forward."""
+    return kernels[number].phase == FORWARD and (not number or kernels[number - 1].phase != FORWARD)
 
 
 @messages_in_option_names()
@@ -84,7 +102,7 @@ def dry_run(settings: Settings) -> Recording:
 def record_step(
     settings: Settings, world: World, tensor_mode: AbstractContextManager[Any], num_steps_before: int
 ) -> Recording:
-    """Build the run in any world, and record a step after others of few micro-batches.
+    """Build the run in any world, and record a step of few micro-batches after others.
 
     Tensors are made inside the context `tensor_mode`.
     """
@@ -102,10 +120,10 @@ def record_step(
         micro_batches = blank_micro_batches(settings.train, seq_length, num_batch_ranks, masks_documents)
         # Before the collector is switched off: garbage of the builder would count as resident memory.
         gc.collect()
+        few = micro_batches[: num_alike(settings, num_batch_ranks)]
         with no_garbage_collection():
             for _ in range(num_steps_before):
                 with mesh.log.keeping_events(lambda: 0) as events_before:
-                    few = micro_batches[: num_alike(settings, num_batch_ranks)]
                     train_step(state.model, state.optimizer, few, mesh, leaves=state.leaves)
             late_before = [event for event in events_before if event.awaited is None]
             # After the first steps, which allocate optimizer states and buffers: only what follows is recorded.
@@ -117,7 +135,7 @@ def record_step(
                 observe_operations(kernel_log),
                 mesh.log.keeping_events(kernel_log.count) as events,
             ):
-                train_step(state.model, state.optimizer, micro_batches, mesh, leaves=state.leaves)
+                train_step(state.model, state.optimizer, few, mesh, leaves=state.leaves)
         # What the next step waits for: the step before left the same collectives, which this step has waited for.
         # Copies: an engine that ends waits for them too, by the log's own clock.
         events = [copy(event) for event in events]
@@ -129,8 +147,8 @@ def record_step(
             {name: dict(+getattr(used, field)) for name, used in usage.items()}
             for field in ("resident", "peak", "num_allocations")
         )
-        kernels = kernel_log.kernels
-        return Recording(state, resident, peak, num_allocations, building_peak_bytes, events, kernels, memory)
+        recorded = events, kernel_log.kernels, memory, len(micro_batches) - len(few)
+        return Recording(state, resident, peak, num_allocations, building_peak_bytes, *recorded)
 
 
 def num_alike(settings: Settings, num_batch_ranks: int) -> int:

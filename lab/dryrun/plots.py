@@ -63,7 +63,7 @@ def kernel_starts(recording: Recording, timeline: Timeline) -> list[float]:
     A copy, and an update on the host, is given the time at which the computation goes on.
     """
     computing = [task.start for task in timeline.tasks if task.lane == "compute"]
-    starts = [timeline.seconds]
+    starts = [timeline.shown_seconds]
     for kernel in reversed(recording.kernels):
         starts.append(starts[-1] if kernel.is_transfer or kernel.is_on_host else computing.pop())
     return starts[::-1]
@@ -74,9 +74,9 @@ def plot_lanes(timeline: Timeline, path: Path) -> None:
 
     The height of a lane is the fraction of each of NUM_INTERVALS equal times in which one of its tasks runs.
     """
-    busy = timeline.busy_seconds()
+    busy, seconds = timeline.busy_seconds(of_tasks=True), timeline.shown_seconds
     lanes = list(busy)[::-1]  # the first one is drawn at the top
-    edges = np.linspace(0, timeline.seconds, NUM_INTERVALS + 1)
+    edges = np.linspace(0, seconds, NUM_INTERVALS + 1)
     with plot(path, size=(9, 0.8 + 0.6 * len(lanes))) as (axes,):
         for row, lane in enumerate(lanes):
             shares = busy_shares(timeline, lane, edges)
@@ -85,8 +85,8 @@ def plot_lanes(timeline: Timeline, path: Path) -> None:
             title="Lanes of a projected step",
             xlabel=f"projected time, ms{timeline.cluster.remark}",
             yticks=[row + 0.4 for row in range(len(lanes))],
-            yticklabels=[f"{lane}, {100 * busy[lane] / timeline.seconds:.0f}% busy" for lane in lanes],
-            xlim=(0, timeline.seconds * 1e3),
+            yticklabels=[f"{lane}, {100 * busy[lane] / seconds:.0f}% busy" for lane in lanes],
+            xlim=(0, seconds * 1e3),
         )
 
 

@@ -16,13 +16,12 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 
 from lab.dryrun.costs.collectives import MeshShape, collective_seconds
-from lab.dryrun.dry_run import Recording
+from lab.dryrun.dry_run import Recording, begins_micro_batch
 from lab.measure.cluster import ClusterSpec
 from lab.measure.kernel_costs import host_seconds, kernel_seconds
 from lab.observe.kernel_log import Kernel
 from parallel.comm_log import CommEvent
 
-FORWARD = "forward"  # the phase that begins a micro-batch
 OTHER_LANES = {"compute", "host", "to host", "from host"}  # all but those of the axes, on which collectives run
 
 
@@ -38,22 +37,40 @@ class Task:
 
 @dataclass
 class Timeline:
-    """The tasks of a step that is projected on a cluster, and its duration."""
+    """The tasks of a step that is projected on a cluster, and its duration.
+
+    The tasks lack those of `num_left_out` micro-batches, which are like the last but one of `forwards`, their starts.
+    """
 
     cluster: ClusterSpec
     tasks: list[Task]
     seconds: float
-    micro_batch_seconds: float = 0.0  # between the starts of the last two forwards; 0 if there is one
+    forwards: tuple[float, ...] = ()
+    num_left_out: int = 0
 
-    def busy_seconds(self) -> dict[str, float]:
+    @property
+    def micro_batch_seconds(self) -> float:
+        """The time between the starts of the last two forwards; 0 if there is one."""
+        return self.forwards[-1] - self.forwards[-2] if len(self.forwards) > 1 else 0.0
+
+    @property
+    def shown_seconds(self) -> float:
+        """The duration of a step of the tasks alone."""
+        return self.seconds - self.num_left_out * self.micro_batch_seconds
+
+    def busy_seconds(self, *, of_tasks: bool = False) -> dict[str, float]:
+        """Return how long each lane is busy in the step, or in its tasks alone."""
+        first, stop = self.forwards[-2:] if self.num_left_out and not of_tasks else (0.0, 0.0)
         busy: defaultdict[str, float] = defaultdict(float)
         for task in self.tasks:
-            busy[task.lane] += task.end - task.start
+            busy[task.lane] += (task.end - task.start) * (1 + self.num_left_out * (first <= task.start < stop))
         return dict(busy)
 
 
 def project_recording(recording: Recording, cluster: ClusterSpec) -> Timeline:
-    return project(recording.kernels, recording.events, cluster, MeshShape.of(recording.state.mesh))
+    found = project(recording.kernels, recording.events, cluster, MeshShape.of(recording.state.mesh))
+    seconds = found.seconds + recording.num_left_out * found.micro_batch_seconds
+    return replace(found, seconds=seconds, num_left_out=recording.num_left_out)
 
 
 def project(kernels: list[Kernel], events: list[CommEvent], cluster: ClusterSpec, shape: MeshShape) -> Timeline:
@@ -74,8 +91,7 @@ def project(kernels: list[Kernel], events: list[CommEvent], cluster: ClusterSpec
     _replay(kernels, events, cluster, shape, lanes)
     tasks = [replace(task, start=task.start - start, end=task.end - start) for task in lanes.tasks[num_before:]]
     end = lanes.free["compute"] - start if late else max((task.end for task in tasks), default=0.0)
-    forwards = lanes.forwards
-    return Timeline(cluster, tasks, end, forwards[-1] - forwards[-2] if len(forwards) > 1 else 0.0)
+    return Timeline(cluster, tasks, end, tuple(forward - start for forward in lanes.forwards))
 
 
 class _Lanes:
@@ -132,7 +148,7 @@ def _replay(
             free["compute"] = max(free["compute"], lanes.ends.get(number, 0.0))
         if position < len(kernels):
             kernel = kernels[position]
-            if kernel.phase == FORWARD and (not position or kernels[position - 1].phase != FORWARD):
+            if begins_micro_batch(kernels, position):
                 lanes.forwards.append(free["compute"])
             if kernel.is_transfer:
                 lane = "to host" if kernel.to_host else "from host"

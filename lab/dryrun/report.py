@@ -1,6 +1,7 @@
 """The report of a dry run: RUN/report.json for programs, and tables for people."""
 
 import json
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,8 @@ def run_and_report(settings: Settings, console: RunConsole) -> None:
         timeline = project_recording(recording, ClusterSpec.load(cluster)) if cluster else None
         report = make_report(recording, settings, timeline)
         console.say(headline(report))
+        if recording.num_left_out:
+            console.say(f"{recording.num_left_out} micro-batches were not run, but counted: they are like the others")
         if settings.data.mask_documents:
             console.say("documents are kept apart: time, FLOPs and MFU are those of one document a sequence")
         if line := budget_line(settings):
@@ -82,6 +85,10 @@ def make_report(recording: Recording, settings: Settings, timeline: Timeline | N
     """
     state, size, model = recording.state, recording.state.mesh.size, recording.state.config
     global_batch_size = settings.train.global_batch_size
+    events = [event for event in recording.events for _ in range(recording.num_times(event.launched))]
+    sent: Counter[tuple[str, str, str]] = Counter()
+    for event in events:
+        sent[event.axis, event.op, event.phase] += event.wire_bytes
     report: dict[str, Any] = {
         "world_size": size,
         "rank": settings.dry_run.rank,
@@ -95,13 +102,15 @@ def make_report(recording: Recording, settings: Settings, timeline: Timeline | N
         "allocations": recording.num_allocations,
         "building_peak_bytes": recording.building_peak_bytes,
         "traffic_bytes": [
-            {"axis": axis, "op": op, "phase": phase, "bytes": sent}
-            for (axis, op, phase), sent in sorted(state.mesh.log.wire_bytes_by.items())
+            {"axis": axis, "op": op, "phase": phase, "bytes": num_sent}
+            for (axis, op, phase), num_sent in sorted(sent.items())
         ],
         "model_flops": model_flops(model, global_batch_size) / size,
         "hardware_flops": hardware_flops(model, global_batch_size, state.activations.recomputes) / size,
-        "counted_flops": sum(kernel.flops for kernel in recording.kernels),
-        "collectives": profile(recording.events, len(recording.kernels)),
+        "counted_flops": sum(
+            kernel.flops * recording.num_times(number) for number, kernel in enumerate(recording.kernels)
+        ),
+        "collectives": profile(events, len(recording.kernels)),
     }
     for update in state.optimizer.updates:
         if isinstance(update, MatrixUpdate):
@@ -132,14 +141,15 @@ def make_report(recording: Recording, settings: Settings, timeline: Timeline | N
 def seconds_by_kernel(recording: Recording, cluster: ClusterSpec) -> list[dict[str, Any]]:
     """Return the projected time of the accelerator's kernels, a row for each phase and name, the longest first."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
-    for kernel in recording.kernels:
+    for number, kernel in enumerate(recording.kernels):
         if not kernel.is_on_host and not kernel.is_transfer:
             empty = {"phase": kernel.phase, "name": kernel.name, "count": 0, "bytes": 0, "flops": 0, "seconds": 0.0}
             row = rows.setdefault((kernel.phase, kernel.name), empty)
-            row["count"] += 1
-            row["bytes"] += kernel.num_bytes
-            row["flops"] += kernel.flops
-            row["seconds"] += kernel_seconds(kernel, cluster)
+            num_times = recording.num_times(number)
+            row["count"] += num_times
+            row["bytes"] += num_times * kernel.num_bytes
+            row["flops"] += num_times * kernel.flops
+            row["seconds"] += num_times * kernel_seconds(kernel, cluster)
     return sorted(rows.values(), key=lambda row: -row["seconds"])
 
 

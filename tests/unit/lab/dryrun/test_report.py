@@ -9,7 +9,7 @@ import pytest
 from gpt.monitor.console import RunConsole
 from gpt.settings.optimizer import OptimizerSettings
 from lab.dryrun.dry_run import DEVICE, HOST, Recording, dry_run
-from lab.dryrun.projection import Timeline
+from lab.dryrun.projection import Timeline, project_recording
 from lab.dryrun.report import make_report, run_and_report
 from lab.measure.cluster import ClusterSpec
 from lab.planner.depth import Estimate
@@ -60,6 +60,34 @@ def test_a_budget_of_activations_is_said_to_have_no_price(tmp_path: Path, capsys
     line = "activations.budget=0.5 is not priced: a step may need less memory, and more time, than is stated here"
     assert line in " ".join(capsys.readouterr().out.split())
     assert [*constraint_lines(chosen, {})][-1] == line, "of the planner"
+
+
+@pytest.mark.parametrize("options", [["--zero.stage=2"], ["--zero.stage=3", "--offload.mode=host"]], ids=["2", "3"])
+def test_micro_batches_that_are_not_run_are_counted(options: list[str], monkeypatch: pytest.MonkeyPatch):
+    chosen = shallow(*options, "--train.global_batch_size=24", "--train.micro_batch_size=1")  # 6 of each rank
+    reports = []
+    for most in (3, 6):
+        monkeypatch.setattr("lab.dryrun.dry_run.MAX_MICRO_BATCHES", most)
+        recording = dry_run(chosen)
+        reports.append(make_report(recording, chosen, project_recording(recording, DGX_2)))
+    few, all_of_them = reports
+
+    def counted(report: dict[str, Any]) -> list[object]:
+        rows = [
+            (row["axis"], row["op"], row["phase"], row["count"], row["wire_bytes"]) for row in report["collectives"]
+        ]
+        kernels = {
+            (row["phase"], row["name"]): (row["count"], row["bytes"])
+            for row in report["kernels"]
+            if row["phase"] != "setup"  # the mean of the losses
+        }
+        return [report["traffic_bytes"], report["counted_flops"], rows, kernels]
+
+    assert counted(few) == counted(all_of_them)
+    peaks = [sum(report["peak_bytes"][DEVICE].values()) for report in reports]
+    assert 0 <= peaks[1] - peaks[0] <= 3 * 4, "a loss each"
+    for name in ("seconds", "busy_seconds"):
+        assert few["step"][name] == pytest.approx(all_of_them["step"][name], rel=1e-2)  # of the overlap at the ends
 
 
 def with_memory(device_bytes: int, host_bytes: int, gpus_per_node: int) -> ClusterSpec:
