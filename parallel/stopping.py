@@ -35,6 +35,11 @@ RANKS_PER_POLL, MOST_POLLS = 256, 8  # a rank of a larger world polls less often
 AGREEMENT_SECONDS = 10.0  # if a rank dies, torchrun sends the others SIGTERM, and SIGKILL 30 s later: must be less
 
 
+def poll_seconds(num_ranks: int) -> float:
+    """Return the time between two polls of a rank: the store has to answer all of them."""
+    return POLL_SECONDS * min(MOST_POLLS, max(1.0, num_ranks / RANKS_PER_POLL))
+
+
 class Agreement:
     """A step on which the ranks agree, `num_later` after the highest that any of them had begun when it was asked."""
 
@@ -158,7 +163,8 @@ class Stopping:
         signals = select.poll()  # not `select`, which takes no descriptor above 1,023
         signals.register(receiving, select.POLLIN)
         while not ended.is_set():
-            if signals.poll(1000 * self._poll_seconds()):
+            agrees = self._stop.is_under_way or self._save.is_under_way  # and no step begins before they have
+            if signals.poll(1000 * (POLL_SECONDS if agrees else poll_seconds(self._size))):
                 received = [number for number in os.read(receiving, 64) if number in SIGNALS]
                 if received and asked_at is None:
                     asked_at = self._clock()
@@ -170,12 +176,6 @@ class Stopping:
             since = asked_at if self._stop.reported_at is None else self._stop.reported_at
             if self._stop.step is None and since is not None and self._clock() > since + AGREEMENT_SECONDS:
                 self._abort()
-
-    def _poll_seconds(self) -> float:
-        """Return the time to the next poll: the store has to answer all ranks, and no step begins while they agree."""
-        if self._stop.is_under_way or self._save.is_under_way:
-            return POLL_SECONDS
-        return POLL_SECONDS * min(MOST_POLLS, max(1.0, self._size / RANKS_PER_POLL))
 
     def _abort(self) -> None:
         """End this process from the polling thread."""

@@ -15,7 +15,7 @@ from parallel.torch_internals import time_limit
 
 logger = logging.getLogger(__name__)
 
-FIRST_PAUSE, POLL_SECONDS = 0.001, 1.0  # after which a rank that waits asks again, at first and at last
+FIRST_PAUSE, POLL_SECONDS = 0.005, 1.0  # after which a rank that waits asks again, at first and at last
 SILENT_SECONDS = 10.0  # after which it says that it waits
 
 
@@ -97,7 +97,7 @@ class HostBarrier:
         # Not `wait` of the store: torch prints two lines whenever its time is over.
         while not self._is_set(f"{prefix}/end"):
             time.sleep(pause)
-            pause = min(POLL_SECONDS, pause * 1.125)  # so it is about an eighth of the time that has passed
+            pause = min(POLL_SECONDS, pause * 1.5)  # so it is about a third of the time that has passed
             if pause < POLL_SECONDS / 8:
                 continue
             if has_failed_elsewhere():
