@@ -1,27 +1,34 @@
 """A watchdog that ends a job that hangs, and names the rank that hangs and the collective that it has not completed.
 
-A thread of each rank writes heartbeats to the launcher's store. If a rank has made no progress for `hang_seconds`, its
-thread reads the heartbeats of all ranks. If another rank still makes progress, the job continues. Otherwise the rank
-that hangs is one whose heartbeats have stopped; if there is none, the one that has come least far: all ranks run the
-same collectives, and the others wait for it in their next one. What counts is what the device has completed and
-reached, because the host of a rank may have launched many more. The launcher can start the job again.
+A thread of each rank writes heartbeats to the launcher's store. If a rank has made no progress for `hang_seconds`, or
+for less when the time of its steps is known (`patience`), its thread reads the heartbeats of all ranks. If another rank
+still makes progress, the job continues. Otherwise the rank that hangs is one whose heartbeats have stopped; if there is
+none, the one that has come least far: all ranks run the same collectives, and the others wait for it in their next one.
+What counts is what the device has completed and reached, because the host of a rank may have launched many more. The
+launcher can start the job again.
 """
 
 import json
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from itertools import pairwise
+from statistics import median
 
 import torch.distributed as dist
 
 from parallel.comm_log import CommLog, CommProgress
 from parallel.ending import EXIT_LOST, end_process
+from parallel.validation.fields import parse_json
 
-POLLS_PER_HANG = 10  # polls in `hang_seconds`
+POLLS_PER_HANG = 10  # polls in the shortest patience
+NUM_STEPS, STEPS_PER_HANG = 5, 10  # steps after which their median counts, and how many of it are a hang
+LEAST_SHARE, LEAST_SECONDS = 0.3, 180.0  # of `hang_seconds`, the shortest patience; all of it, if it is shorter
 POLLS_BETWEEN_READINGS = 3  # of the heartbeats: in between, every process that still runs writes a new one
 POLLS_TO_READ_VERDICT = 2
 SECONDS_TO_REPORT = 60.0  # for which ranks wait for each other's `on_abort`, after they have read the verdict
@@ -65,9 +72,21 @@ class Heart:
         self._num_beats = self._tick = 0
         self._progress: tuple[int, ...] | None = None  # (complete, reached, phases, beats), and when they last changed
         self.progress_time = clock()
+        self._step_times: deque[float] = deque(maxlen=64)  # when the newest steps began
 
     def beat(self) -> None:
         self._num_beats += 1
+
+    def begin_step(self) -> None:
+        self._step_times.append(self.clock())
+
+    def patience(self, hang_seconds: float) -> float:
+        """Return the seconds without progress that are a hang: fewer once the time of a step is known."""
+        times = list(self._step_times)
+        if len(times) <= NUM_STEPS:
+            return hang_seconds
+        step_seconds = median(later - earlier for earlier, later in pairwise(times))
+        return min(hang_seconds, max(shortest_patience(hang_seconds), STEPS_PER_HANG * step_seconds))
 
     def _progress_of_log(self) -> CommProgress:
         with suppress(RuntimeError):  # a device that has failed, as by an illegal access, makes no more progress
@@ -89,8 +108,12 @@ class Heart:
         self.store.set(f"watch/{self.rank}", json.dumps(asdict(heartbeat)))
 
 
+def shortest_patience(hang_seconds: float) -> float:
+    return max(LEAST_SHARE * hang_seconds, min(hang_seconds, LEAST_SECONDS))
+
+
 class Watchdog:
-    """A watchdog of one rank. It ends the job if no rank makes progress for `hang_seconds`.
+    """A watchdog of one rank. It ends the job if no rank makes progress for `hang_seconds`, or `Heart.patience`.
 
     Progress is a collective that completes, the begin of a phase in `log`, or a call of `beat`. With `hang_seconds` 0
     it does nothing. Before the job ends, every rank whose process still runs calls `on_abort`
@@ -110,14 +133,19 @@ class Watchdog:
     ):
         self._heart = Heart(store, rank, log, clock)
         self._store, self._size, self._on_abort = store, size, on_abort
-        self._hang_seconds, self._poll_seconds = hang_seconds, hang_seconds / POLLS_PER_HANG
+        self._most_seconds, self._poll_seconds = hang_seconds, shortest_patience(hang_seconds) / POLLS_PER_HANG
         self._waiting_since = math.inf  # for another rank to report
         self.beat = self._heart.beat  # records progress other than a collective; may be called from any thread
+        self.begin_step = self._heart.begin_step
+
+    @property
+    def _hang_seconds(self) -> float:
+        return self._heart.patience(self._most_seconds)
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Watch the ranks in this block."""
-        if not self._hang_seconds:
+        if not self._most_seconds:
             yield
             return
         ended = threading.Event()
@@ -139,7 +167,7 @@ class Watchdog:
                 # This rank's heartbeat is written before the others are read: it must not count as silent meanwhile.
                 heart.write()
                 if self._store.check(["watch/verdict"]):
-                    self._end(Verdict(**json.loads(self._store.get("watch/verdict"))))
+                    self._end(parse_json(Verdict, self._store.get("watch/verdict")))
                 if self._may_report():
                     self._report(ended)
             except (RuntimeError, ValueError):  # the rank that serves the store, usually rank 0, has ended
@@ -165,7 +193,7 @@ class Watchdog:
             if ended.wait(self._poll_seconds):
                 return
             self._heart.write()
-        if verdict := describe_hang(before, self._heartbeats(), self._hang_seconds, self._size):
+        if verdict := describe_hang(before, self._heartbeats(), self._hang_seconds, self._size, self._most_seconds):
             # The verdict is set before this process ends, so that the other ranks end with the same reason.
             self._store.set("watch/verdict", json.dumps(asdict(verdict)))
             self._end(verdict, prints=True)
@@ -191,15 +219,19 @@ class Watchdog:
 
     def _heartbeats(self) -> dict[int, Heartbeat]:
         keys = {rank: f"watch/{rank}" for rank in range(self._size)}
-        return {r: Heartbeat(**json.loads(self._store.get(key))) for r, key in keys.items() if self._store.check([key])}
+        return {r: parse_json(Heartbeat, self._store.get(key)) for r, key in keys.items() if self._store.check([key])}
 
 
 def describe_hang(
-    before: Mapping[int, Heartbeat], after: Mapping[int, Heartbeat], hang_seconds: float, size: int
+    before: Mapping[int, Heartbeat],
+    after: Mapping[int, Heartbeat],
+    hang_seconds: float,
+    size: int,
+    setting: float | None = None,
 ) -> Verdict | None:
     """Return the verdict that names the ranks that hang; None if a rank still makes progress.
 
-    `before` and `after` are the heartbeats of all ranks, read a few polls apart.
+    `before` and `after` are the heartbeats of all ranks, read a few polls apart; `setting` is what the user has given.
     """
     silent = [rank for rank in range(size) if rank not in after or before.get(rank) == after[rank]]
     alive = {rank: heartbeat for rank, heartbeat in after.items() if rank not in silent}
@@ -213,7 +245,7 @@ def describe_hang(
         what = f"has made no progress for {hang_seconds:g} s"
     found = "; ".join(f"rank {rank} {what}: {_describe(after.get(rank))}" for rank in culprits[:4])
     more = f"; and {len(culprits) - 4} more ranks" if len(culprits) > 4 else ""
-    return Verdict(f"{found}{more}; the job ends (run.hang_seconds={hang_seconds:g})", len(alive))
+    return Verdict(f"{found}{more}; the job ends (run.hang_seconds={setting or hang_seconds:g})", len(alive))
 
 
 def _describe(heartbeat: Heartbeat | None) -> str:

@@ -52,6 +52,7 @@ class Watch:
     def may_begin(self, step: int) -> bool:
         """Return False if a signal has made the step before the last one. Blocks while ranks agree."""
         self.has_stopped = not self._stopping.may_begin(step)
+        self._watchdog.begin_step()
         return not self.has_stopped
 
     def beat(self) -> None:

@@ -9,6 +9,7 @@
 Errors and the text of `--help` are made from the same types.
 """
 
+import json
 import math
 import os
 import re
@@ -16,7 +17,18 @@ import reprlib
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, dataclass_transform, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    TypeVar,
+    Union,
+    cast,
+    dataclass_transform,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from parallel.validation.errors import ConfigError
 from parallel.validation.paths import expanded
@@ -147,6 +159,45 @@ def convert(name: str, hint: Any, value: Any) -> Any:
         raise ConfigError(f"{name}={shown(value)}{kind or ' is no value'}; choose {describe(hint)}") from None
     except _WrongValueError as error:
         raise ConfigError(f"{name}={shown(value)} {error}; choose {describe(hint)}") from None
+
+
+def parse_json(cls: type[T], text: str | bytes) -> T:
+    """Return the dataclass whose fields a text of JSON has, for what other processes say.
+
+    Raises ConfigError if it is none, or if a field has another type or is out of range: nothing is converted.
+    """
+    try:
+        values = json.loads(text)
+        if not isinstance(values, dict):
+            raise TypeError("no fields")
+        types = field_types(cast(Any, cls))
+        wrong = [name for name, value in values.items() if name in types and not _accepts(types[name], value)]
+        if not wrong:
+            return cls(**values)
+    except (TypeError, ValueError, RecursionError):
+        wrong = []
+    field = f"field {wrong[0]}" if wrong else "text"
+    raise ConfigError(f"a {cls.__name__} that another process has sent cannot be read: its {field} is wrong")
+
+
+def _accepts(hint: Any, value: Any) -> bool:
+    """Return whether a value of JSON has a type as it is."""
+    arguments = get_args(hint)
+    match get_origin(hint):
+        case origin if origin is Annotated:
+            return _accepts(arguments[0], value) and not any(allowed.problem(value) for allowed in hint.__metadata__)
+        case origin if origin is Literal:
+            return isinstance(value, str) and value in arguments
+        case origin if origin in UNIONS:
+            return any(_accepts(each, value) for each in arguments)
+        case origin if origin is list:
+            return isinstance(value, list) and all(_accepts(arguments[0], each) for each in value)
+        case origin if origin is dict:
+            return isinstance(value, dict) and all(_accepts(arguments[1], each) for each in value.values())
+    if hint in (int, float):
+        is_number = type(value) is int or (hint is float and type(value) is float)
+        return is_number and Range().problem(value) is None
+    return type(value) is hint
 
 
 def alternatives(hint: Any) -> tuple[Any, ...]:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from parallel import comm_log
 from parallel.comm_log import CommLog
 from parallel.ending import EXIT_LOST
-from parallel.watchdog import Heartbeat, Watchdog, describe_hang
+from parallel.watchdog import Heart, Heartbeat, Watchdog, describe_hang
 
 NEXT = "all_reduce of 8 bytes along the data axis in update"
 WAITING = Heartbeat(40, 30.0, num_launched=100, num_reached=100, num_complete=99, next=NEXT)
@@ -60,6 +60,21 @@ def test_no_rank_is_named_while_any_makes_progress():
     assert verdict(1, idle_seconds=1.0, num_complete=1) is None
     assert verdict(1, idle_seconds=9.9) is None
     assert verdict(1, idle_seconds=10.0)
+
+
+@pytest.mark.parametrize(
+    ("hang_seconds", "step_seconds", "expected"),
+    [(600, 2, 180), (600, 30, 300), (600, 100, 600), (3600, 2, 1080), (8, 0.1, 8), (300, 2, 180)],
+)
+def test_less_time_is_a_hang_once_the_time_of_a_step_is_known(hang_seconds, step_seconds, expected):
+    """Seen within 5 minutes by default: after 180 s, and five polls of 18 s."""
+    clock = mock.Mock(return_value=0.0)
+    heart = Heart(dist.HashStore(), 0, CommLog(), clock)
+    for number in range(6):
+        assert heart.patience(hang_seconds) == hang_seconds
+        clock.return_value += 1000 if number == 3 else step_seconds  # one step is a long one
+        heart.begin_step()
+    assert heart.patience(hang_seconds) == expected
 
 
 def test_ranks_that_are_alike_are_named_in_one_line():
