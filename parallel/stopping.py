@@ -21,14 +21,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import FrameType
 
 import torch.distributed as dist
 
 from parallel.ending import EXIT_ABORTED, end_process
+from parallel.world import STEP_NOTE, UNFINISHED_NOTE, note_for_launcher, start_of_launch
 
 # Slurm sends SIGUSR1 before the time of a job is over; SIGINT is Ctrl-C.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+WARNINGS = (signal.SIGUSR1,)  # which end no process of a launch
 SAME_SECONDS = 2.0  # in which further signals count as one: a launcher passes on what its ranks have received as well
 POLL_SECONDS = 0.5
 RANKS_PER_POLL, MOST_POLLS = 256, 8  # a rank of a larger world polls less often, at most so many times
@@ -73,6 +74,8 @@ class Agreement:
 class Stopping:
     """A handler of signals: the first one asks all ranks to stop, and a later one ends this process at once.
 
+    A scheduler's warning, which launchers repeat, does not end it.
+
     With `save_seconds` above 0, the ranks agree to save when so much time has passed since the last call of `saved`.
 
     If not all ranks report their step in time after the first signal, this process ends too: a rank has died, and a
@@ -104,6 +107,8 @@ class Stopping:
             # beyond it.
             self._changed.wait_for(lambda: not self._stop.is_under_way and not self._save.is_under_way)
             if self._stop.step is not None and self._num_begun >= self._stop.step:
+                if self._rank == 0:
+                    note_for_launcher(UNFINISHED_NOTE)
                 return False
             # Written under the lock that `agree` takes before it reports this number: no step can begin in between.
             self._num_begun += 1
@@ -142,6 +147,8 @@ class Stopping:
         # Python runs them between bytecodes, which a main thread in a collective does not reach. The interpreter writes
         # each signal's number to the pipe at once, also during a collective.
         wakeup_before = signal.set_wakeup_fd(sending, warn_on_full_buffer=False)
+        # A launcher holds warnings back until now, and from the end of this block on.
+        mask_before = signal.pthread_sigmask(signal.SIG_UNBLOCK, WARNINGS)
         ended = threading.Event()
         thread = threading.Thread(target=self._watch, args=(receiving, ended), daemon=True)
         thread.start()
@@ -150,6 +157,7 @@ class Stopping:
         finally:
             # In the reverse order: signals are no longer written to the pipe when the handlers change, and the thread
             # that reads the pipe has ended before the pipe is closed.
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask_before)
             signal.set_wakeup_fd(wakeup_before)
             for number, handler in before.items():
                 signal.signal(number, handler or signal.SIG_DFL)
@@ -160,6 +168,7 @@ class Stopping:
 
     def _watch(self, receiving: int, ended: threading.Event) -> None:
         asked_at: float | None = None  # time of the first signal
+        noted = 0
         signals = select.poll()  # not `select`, which takes no descriptor above 1,023
         signals.register(receiving, select.POLLIN)
         while not ended.is_set():
@@ -169,9 +178,12 @@ class Stopping:
                 if received and asked_at is None:
                     asked_at = self._clock()
                     attempt(self.request)
-                elif received and asked_at is not None and self._clock() > asked_at + SAME_SECONDS:
+                elif set(received) - set(WARNINGS) and self._clock() > (asked_at or 0.0) + SAME_SECONDS:
                     end_process(128 + received[-1])
             attempt(self.agree)
+            if self._rank == 0 and self._step > noted and start_of_launch():
+                noted = self._step
+                note_for_launcher(STEP_NOTE, str(noted))
             # Without the store this rank reports no step: the time then counts from the signal.
             since = asked_at if self._stop.reported_at is None else self._stop.reported_at
             if self._stop.step is None and since is not None and self._clock() > since + AGREEMENT_SECONDS:
@@ -216,12 +228,20 @@ def attempt(action: Callable[[], None]) -> None:
         time.sleep(POLL_SECONDS)
 
 
-def take_warnings(handler: Callable[[int, FrameType | None], object]) -> None:
-    """Let a launcher's `handler` take the signals that scripts/launch has made it ignore under a scheduler.
+def take_warnings(handler: Callable[[int], object]) -> None:
+    """Let a launcher pass a scheduler's warnings on: by default Slurm signals no other process of the job.
 
-    By default Slurm signals only the process that it has started, so they have to be passed on. A rank that gets a
-    signal twice takes it as one.
+    Ranks that this thread starts from now on hold them back until they can handle them. A SIGTERM that scripts/launch
+    has made this process ignore is passed on too. A rank that gets a signal twice takes it as one.
     """
-    for number in (signal.SIGUSR1, signal.SIGTERM):
-        if signal.getsignal(number) == signal.SIG_IGN:
-            signal.signal(number, handler)
+    is_term_ignored = signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+    for number in (*WARNINGS, *[signal.SIGTERM] * is_term_ignored):
+        signal.signal(number, lambda received, _frame: handler(received))
+    # What this thread blocks is not lost: ranks inherit it, and threads without it, or the next one, receive it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, WARNINGS)
+
+    def wait() -> None:
+        while True:
+            handler(signal.sigwait(WARNINGS))
+
+    threading.Thread(target=wait, daemon=True).start()

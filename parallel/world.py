@@ -42,6 +42,8 @@ START_REMEDY = "start ranks with torchrun, or unset RANK, WORLD_SIZE, LOCAL_RANK
 NUMBERS_OF_RANKS = range(1, 2**20 + 1)
 SHOWN_CHARACTERS = 60  # of a variable in an error
 LAUNCH_VARIABLE = "ZERO_START_OF_LAUNCH"  # "LAUNCH NUMBER", set by parallel.launch.elastic
+NOTES_VARIABLE = "ZERO_LAUNCH_NOTES"  # the folder of the first rank's notes, set by launchers that read them
+STEP_NOTE, UNFINISHED_NOTE = "step", "unfinished"  # the last step that was begun; the run was stopped before its end
 DISCARD_PORT = 9  # to which a route is asked for
 START_SECONDS = 600.0  # for which ranks wait for each other at the start of a job
 FOREVER = timedelta(days=365)
@@ -152,6 +154,13 @@ def start_of_launch() -> tuple[str, int] | None:
     """
     launch, _, number = os.environ.get(LAUNCH_VARIABLE, "").partition(" ")
     return (launch, int(number)) if launch else None
+
+
+def note_for_launcher(name: str, text: str = "") -> None:
+    """Write a note of the run's first rank for its launcher, if that reads them."""
+    if folder := os.environ.get(NOTES_VARIABLE):
+        with suppress(OSError):
+            Path(folder, name).write_text(text)
 
 
 def is_restart() -> bool:

@@ -18,7 +18,7 @@ from lab.faults.runs import OPTIONS, Job, Steps, prepare_corpus
 from lab.faults.testbed import Node, joined_nodes, ssh_to, testbed_problem
 
 NUM_STEPS, HANG_SECONDS = 40, 8
-END_SECONDS = 120.0  # limit for a job that has lost a node
+END_SECONDS = 120  # limit for a job that has lost a node
 SETTINGS = OPTIONS | {
     "parallel.tensor_size": 2,
     "zero.stage": 2,
@@ -42,7 +42,7 @@ def start(nodes: list[Node], settings: dict[str, object], run_dir: Path) -> Job:
         PYTHON=sys.executable,
         RANKS_PER_NODE="2",
         PREFLIGHT_SECONDS="60",
-        GRACE_SECONDS=str(END_SECONDS / 2),
+        GRACE_SECONDS=str(END_SECONDS // 2),
     )
 
 

@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def pass_on(number: int, _frame: object) -> None:
+def pass_on(number: int) -> None:
     """Send a signal to the ranks."""
     for child in children():
         with suppress(ProcessLookupError):

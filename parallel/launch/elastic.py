@@ -10,15 +10,16 @@ user has to correct (2) ends the job, other failures restart it.
 import argparse
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache
-from http.client import HTTPException
 from pathlib import Path
 from typing import Any, NoReturn
 from uuid import uuid4
@@ -26,26 +27,32 @@ from uuid import uuid4
 import torch.distributed as dist
 
 from parallel.ending import EXIT_LOST, EXIT_USER_ERROR
+from parallel.launch.channel import read_secret
 from parallel.launch.membership import (
     ABORTED,
+    SILENT_SECONDS,
     Limits,
-    Peers,
     Record,
     can_grow,
     end_of_job,
     is_broken,
     next_start,
     start_to_join,
+    with_newer_start,
 )
-from parallel.launch.node_facts import MARK_SECONDS, NodeFacts, find_facts, find_problems, marked
+from parallel.launch.node_facts import MARK_SECONDS, Job, NodeFacts, find_facts, find_problems, marked
+from parallel.launch.peers import Peers, arbitrate
 from parallel.launch.preflight import DescribeJob, split_words
 from parallel.launch.route import find_route, resolve
 from parallel.process_defaults import raise_file_limit
 from parallel.stopping import take_warnings
-from parallel.validation.errors import ConfigError
-from parallel.world import LAUNCH_VARIABLE
+from parallel.validation.errors import ConfigError, first_line
+from parallel.world import LAUNCH_VARIABLE, NOTES_VARIABLE, STEP_NOTE, UNFINISHED_NOTE
 
 POLL_SECONDS = 0.25
+NODES_PER_POLL = 128  # so many are asked in that time while all is well: the leader of more asks them less often
+ARBITER_SECONDS = 20.0  # in which the arbiter must answer before the first start; without an answer there is none
+MINORITY_SECONDS = SILENT_SECONDS + 6.0  # after which less than half of the members ask it: the others come first
 JOIN_SECONDS = 30.0  # in which a member must begin a start that the leader has published
 END_SECONDS = 10.0  # for which an ended agent tells the others, at most
 KILL_SECONDS = 60.0  # for killed ranks, which a driver or a file server may hold for ever
@@ -58,8 +65,9 @@ FindProblem = Callable[[Sequence[str], int, int], str | None]
 class Ranks:
     """The ranks of this node in its present start, each in a process group of its own, with a log in `logs`."""
 
-    def __init__(self, num_ranks: int, words: Sequence[str], logs: Path | None):
+    def __init__(self, num_ranks: int, words: Sequence[str], logs: Path | None, notes: Path = Path(os.devnull)):
         self._num_ranks, self._command, self._logs = num_ranks, [sys.executable, *words], logs
+        self._notes = notes
         self._processes: list[subprocess.Popen[bytes]] = []
         self._log_writers: list[subprocess.Popen[bytes]] = []
         self._held: list[int] | None = None  # signals that come while ranks are being started: some would miss them
@@ -89,6 +97,7 @@ class Ranks:
                 "TORCHELASTIC_RESTART_COUNT": start.start,  # torch's prefix in the store, which outlives a start
                 "TORCHELASTIC_RUN_ID": start.launch,
                 LAUNCH_VARIABLE: f"{start.launch} {start.start}",
+                NOTES_VARIABLE: self._notes,
             }
             environment = os.environ | {name: str(value) for name, value in variables.items()}
             output = None
@@ -166,7 +175,7 @@ class Signals:
     def ask_to_end(self) -> bool:
         return self.was_warned or bool(self.received)
 
-    def _warn(self, number: int, _frame: object) -> None:
+    def _warn(self, number: int) -> None:
         self.was_warned = True
         self._ranks.send(number)
 
@@ -178,23 +187,25 @@ class Signals:
 class Agent:
     """The agent of one node. `run` returns the job's exit code."""
 
-    def __init__(self, options: argparse.Namespace, words: Sequence[str], limits: Limits, facts: NodeFacts):
-        self._options, self._limits, self._facts = options, limits, facts
+    def __init__(self, options: argparse.Namespace, words: Sequence[str], limits: Limits, job: Job, facts: NodeFacts):
+        self._options, self._limits, self._facts, self._job = options, limits, facts, job
         addresses = {name: resolve(_with_port(name, options.port)) for name in options.nodes}
+        port = addresses[options.node][1]
+        # Served at the address by which the others reach this node: its name may stand for 127.0.1.1 here.
+        addresses[options.node] = find_route(_with_port(options.node, options.port)).local_address, port
         # Of each node, after its agent's port: the store of the ranks of the starts that the node leads.
         self._stores = {name: (host, port + 1) for name, (host, port) in addresses.items()}
         try:
-            self._peers = Peers(Record(options.node, uuid4().hex[:8]), addresses, vars(facts))
-            self._store = dist.TCPStore(
-                *self._stores[options.node],
-                is_master=True,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=STOP_SECONDS),
-            )
+            secret = read_secret(job.folder)
+            own = Record(options.node, uuid4().hex[:8], has_arbiter=None if options.arbiter else False)
+            self._peers = Peers(own, addresses, secret, facts, job.folder)
+            self._store = serve_store(self._stores[options.node])
         except (OSError, RuntimeError) as error:
-            port = addresses[options.node][1]
             raise ConfigError(f"{options.node}: port {port} or {port + 1} cannot be served: {error}") from error
-        self._ranks = Ranks(options.num_ranks, words, options.logs)
+        self._kept = None if os.environ.get(NOTES_VARIABLE) else tempfile.TemporaryDirectory(prefix="launch-")
+        self._notes = Path(self._kept.name if self._kept else os.environ[NOTES_VARIABLE])
+        self._arbiter = resolve(options.arbiter) if options.arbiter else None
+        self._ranks = Ranks(options.num_ranks, words, options.logs, self._notes)
         self._signals = Signals(self._ranks)
         self._said = ""
 
@@ -205,7 +216,8 @@ class Agent:
                     self._wait()
                 else:
                     self._watch()
-                time.sleep(POLL_SECONDS)
+                num_asked = len(self._options.nodes) if self._own.leads else 1
+                time.sleep(POLL_SECONDS * max(1.0, num_asked / NODES_PER_POLL))
         except subprocess.TimeoutExpired:
             # The record ends with this agent: the other nodes go on without this one, instead of waiting for it.
             self._say(f"the ranks have been killed and do not end within {KILL_SECONDS:g} s; this node is given up")
@@ -232,7 +244,10 @@ class Agent:
         """Join the start that another node leads, lead the next one, or end with the job."""
         found, own = self._peers.read(self._options.nodes), self._own
         is_patient = self._peers.seconds() < self._options.wait
-        if self._signals.ask_to_end():
+        if (known := with_newer_start(own, found)) is not own:
+            self._peers.own = known  # not `become`: it has waited since
+        elif self._signals.ask_to_end():
+            self._note_unfinished()
             self._end(own.code)
         elif ended := end_of_job(own, found):
             self._end(ended.code)
@@ -241,7 +256,7 @@ class Agent:
         elif isinstance(start := next_start(own, found, self._limits, is_patient), Record):
             self._lead(start)
         elif is_patient or "still run" in start or "leads" in start:
-            self._say(start)
+            self._say("; ".join(filter(None, (start, self._peers.stranger))))
         else:
             self._say(f"{start}; no other node has come within {self._options.wait:g} s")
             self._end(EXIT_LOST)
@@ -255,7 +270,7 @@ class Agent:
             return
         try:
             problems = self._compare(start)
-        except (OSError, HTTPException):
+        except (OSError, ValueError):
             return  # the node has just been lost: the records are read again
         if problems:
             self._say("preflight: " + "\n  ".join(problems))
@@ -267,16 +282,43 @@ class Agent:
                 left_out = dict.fromkeys(new, self._limits.max_failures_of_node)
                 self._peers.own = replace(own, failures=own.failures | left_out)
                 return
+        if self._arbiter and start.has_arbiter is not False and not self._is_granted(start):
+            return
+        if self._arbiter and start.has_arbiter is None:
+            start = replace(start, has_arbiter=True)
         lost = [node for node in own.members if node not in start.members]
         without = f", without {', '.join(lost)}" if lost else ""
         self._say(f"start {start.start} on {', '.join(start.members)}{without}")
         self._start(start)
 
+    def _is_granted(self, start: Record) -> bool:
+        """Return whether the arbiter lets this node lead a start."""
+        assert self._arbiter is not None
+        own, seconds = self._own, self._peers.seconds()
+        here = sum(node in own.members for node in start.members)
+        if start.start > 1 and 2 * here < len(own.members) and seconds < MINORITY_SECONDS:
+            self._say("less than half of the nodes are left here: the others may go on")
+            return False
+        try:
+            is_granted = self._peers.is_granted(self._arbiter, start.start)
+        except (OSError, ValueError) as error:
+            self._say(f"the arbiter, {self._options.arbiter}, does not answer: {first_line(error)}")
+            if start.has_arbiter is None and seconds >= ARBITER_SECONDS:
+                self._peers.own = replace(own, has_arbiter=False)  # from now on the majority goes on
+            elif start.has_arbiter and seconds >= SILENT_SECONDS:
+                self._end(EXIT_LOST)
+            return False
+        if not is_granted:
+            self._say("other nodes have gone on with the job; these wait for them")
+            if seconds >= self._options.wait:
+                self._end(EXIT_LOST)
+        return is_granted
+
     def _compare(self, start: Record) -> list[str]:
-        """Return in what the nodes of a start differ. Raises OSError or HTTPException if one cannot be reached."""
+        """Return in what the nodes of a start differ. Raises OSError or ValueError if one cannot be reached."""
         until = time.monotonic() + (MARK_SECONDS if self._options.check else 0)
-        with marked(Path(self._facts.disk)) as mark:
-            others = [NodeFacts(**self._peers.facts(node, mark, until)) for node in start.members if node != start.node]
+        with marked(self._job.folder) as mark:
+            others = [self._peers.facts(node, mark, until) for node in start.members if node != start.node]
         return find_problems([self._facts, *others]) if self._options.check else []
 
     def _start(self, start: Record) -> None:
@@ -310,7 +352,10 @@ class Agent:
     def _stop(self, reason: str, code: int | None) -> None:
         self._say(f"start {self._own.start} ends: {reason}")
         self._ranks.kill()
-        self._peers.become(state="waiting", code=0 if self._own.state == "regrouping" else code)
+        step = self._own.step
+        with suppress(OSError, ValueError):  # only the node of the first rank has the note
+            step = max(step, int((self._notes / STEP_NOTE).read_text()))
+        self._peers.become(state="waiting", code=0 if self._own.state == "regrouping" else code, step=step)
 
     def _finish(self, members: Sequence[Record]) -> None:
         """Wait for the ranks of the other nodes; the leader then ends the job, or it goes on to the next start."""
@@ -340,6 +385,22 @@ class Agent:
                 sys.stderr.flush()
         self._said = line
 
+    def _note_unfinished(self) -> None:
+        with suppress(OSError):
+            (self._notes / UNFINISHED_NOTE).touch()
+
+
+def serve_store(address: tuple[str, int]) -> dist.TCPStore:
+    """Serve a store at one address of this node: torch's own listens on all. Raises OSError or RuntimeError."""
+    listener = socket.create_server(address, backlog=2**14)
+    return dist.TCPStore(
+        *address,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=STOP_SECONDS),
+        master_listen_fd=listener.detach(),
+    )
+
 
 def _with_port(node: str, port: int) -> str:
     return node if ":" in node else f"{node}:{port}"
@@ -360,11 +421,17 @@ def main(words: Sequence[str], describe_job: DescribeJob, find_problem: FindProb
     parser.add_argument("--check", type=int, default=1, choices=(0, 1), help="0: the nodes are not compared")
     parser.add_argument("--grow_after", type=float, default=60.0, help="seconds of a start before nodes are added")
     parser.add_argument("--wait", type=float, default=120.0, help="seconds to wait for nodes")
+    parser.add_argument("--arbiter", help="HOST:PORT of a process outside of the nodes, which grants each start")
+    parser.add_argument("--arbitrate", action="store_true", help="be that process, and no agent")
+    parser.add_argument("--no_arbiter", type=int, default=0, choices=(0, 1), help="1: half of the nodes may go on")
     parser.add_argument("--logs", help="folder of the ranks' logs, `none` for no logs; logs in the job's folder")
     own, program = split_words(words)
     options = parser.parse_args(own)
     arguments, names = program[1:], options.nodes.split(",")
-    options.nodes = names
+    options.nodes, options.arbiter = names, None if options.no_arbiter else options.arbiter
+    if options.arbitrate:
+        endpoint = find_route(options.arbiter).local_address, resolve(options.arbiter)[1]
+        arbitrate(endpoint, read_secret(describe_job(arguments, len(names) * options.num_ranks).folder))
     options.node = options.node or next((n for n in names if find_route(_with_port(n, options.port)).is_host), None)
     if options.node not in names:
         raise ConfigError(f"this node is none of --nodes {','.join(names)}; name it with --node")
@@ -380,8 +447,9 @@ def main(words: Sequence[str], describe_job: DescribeJob, find_problem: FindProb
         max_restarts=options.max_restarts,
         max_failures_of_node=options.max_failures,
         fits=lambda num_nodes: problem_on(num_nodes) is None,
+        needs_majority=not options.no_arbiter,
     )
     if not any(map(limits.fits, range(options.min_nodes, len(names) + 1))):
         raise ConfigError(problem_on(len(names)))
     raise_file_limit()  # the leader serves the store of all ranks
-    sys.exit(Agent(options, program, limits, replace(find_facts(job), name=options.node)).run())
+    sys.exit(Agent(options, program, limits, job, replace(find_facts(job), name=options.node)).run())

@@ -8,26 +8,20 @@ A *start* of the job has a number and a leader, the first of its nodes. The lead
 others read the leader's. As soon as the records do not fit together any more, every node stops its ranks and waits. If
 all nodes that can be reached wait, the first of them in the list publishes the next start. So no store and no node has
 to outlive the others.
+
+If the network parts the nodes, one part may go on: that with more than half of the members of the last start or, if the
+launch has an arbiter, that which asks it first. A part of half the members or fewer has no other way.
 """
 
-import json
 import signal
-import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
-from http.client import HTTPConnection, HTTPException
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, Literal
-from urllib.parse import quote, unquote
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Literal
 
 from parallel.ending import EXIT_LOST
-from parallel.launch.node_facts import MARK_POLL_SECONDS, seconds_ahead, sees
+from parallel.validation.fields import NonNegative, Range
 
 ABORTED = 128 + signal.SIGABRT  # the exit code of a rank that torch's watchdog of NCCL has ended
-FACTS = "/facts?"
-REPLY_SECONDS = 2.0  # for which a reply is awaited
 SILENT_SECONDS = 6.0  # after which a node that does not answer is lost; one that refuses connections is lost at once
 
 State = Literal["waiting", "running", "regrouping", "done", "ended"]
@@ -40,18 +34,22 @@ class Record:
     `incarnation` differs after a restart of the agent. `start` and `members` ({node: incarnation}, in the order of
     their ranks) are those of the newest start in which it took part. `code`: the exit code of its ranks in that start,
     if they have failed, 0 if they were asked to end in a regroup, or the job's if it has ended. `failures`: by node,
-    the starts that it has broken.
+    the starts that it has broken. `num_restarts` counts since step `counted_from`; `step`: the last one that was begun.
+    `has_arbiter`: an arbiter grants the starts of this launch; None as long as it has not answered.
     """
 
     node: str
     incarnation: str
     state: State = "waiting"
-    start: int = 0
+    start: NonNegative = 0
     members: dict[str, str] = field(default_factory=dict)
     launch: str = ""
-    code: int | None = None
-    num_restarts: int = 0
+    code: Annotated[int, Range(0, 255)] | None = None
+    num_restarts: NonNegative = 0
+    counted_from: NonNegative = 0
+    step: NonNegative = 0
     failures: dict[str, int] = field(default_factory=dict)
+    has_arbiter: bool | None = False
 
     @property
     def leader(self) -> str:
@@ -70,12 +68,13 @@ Found = Mapping[str, Record | None]  # the records of nodes; None: the node cann
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a launch. `fits(n)`: the job can run on n nodes."""
+    """Limits of a launch. `fits(n)`: the job can run on n nodes. `needs_majority`: or an arbiter that grants starts."""
 
     min_nodes: int
     max_restarts: int
     max_failures_of_node: int
     fits: Callable[[int], bool] = lambda num_nodes: True
+    needs_majority: bool = True
 
 
 def is_broken(own: Record, found: Found, may_still_join: bool, may_still_end: bool = False) -> bool:
@@ -123,12 +122,17 @@ def next_start(own: Record, found: Found, limits: Limits, is_patient: bool) -> R
     if busy := [record.node for record in everyone if record.state not in ("waiting", "ended")]:
         return f"{', '.join(busy)} still run"
     last = max(everyone, key=lambda record: (record.start, sum(record.failures.values())))
-    failures, num_restarts = _account(last, found)
+    failures, restarts = _account(last, found)
     good = [r for r in everyone if r.state == "waiting" and not _is_left_out(failures, r.node, limits)]
     if not good or good[0].node != own.node:
         return f"{good[0].node} leads" if good else "all nodes have failed too often"
     if (absent := [node for node, record in found.items() if record is None]) and last.start == 0 and is_patient:
         return f"waiting for {', '.join(absent)}"
+    # Those of the last start that are here cannot be in another start. Before the first one all of the list count.
+    here = [record for record in everyone if not last.start or last.has_member(record)]
+    has_arbiter = last.has_arbiter if last.start else own.has_arbiter
+    if limits.needs_majority and has_arbiter is False and 2 * len(here) <= (total := len(last.members or found)):
+        return f"{len(here)} of {total} nodes are no majority: the others may go on; NO_ARBITER=1 goes on without them"
     counts = range(len(good), limits.min_nodes - 1, -1)
     num_nodes = next((number for number in counts if limits.fits(number)), None)
     if num_nodes is None:
@@ -140,8 +144,9 @@ def next_start(own: Record, found: Found, limits: Limits, is_patient: bool) -> R
         members={record.node: record.incarnation for record in good[:num_nodes]},
         launch=last.launch or own.incarnation,
         code=None,
-        num_restarts=num_restarts,
         failures=failures,
+        has_arbiter=has_arbiter,
+        **restarts,
     )
 
 
@@ -156,14 +161,22 @@ def _is_left_out(failures: Mapping[str, int], node: str, limits: Limits) -> bool
     return failures.get(node, 0) >= limits.max_failures_of_node
 
 
-def _account(last: Record, found: Found) -> tuple[dict[str, int], int]:
-    """Return (failures by node, number of restarts) after the end of a start.
+def with_newer_start(own: Record, found: Found) -> Record:
+    """Return the record of a node that waits, with the newest start, which it must know to say who may go on."""
+    newest = max(_reached(found), key=lambda record: record.start)
+    if newest.start <= own.start or newest.has_member(own):
+        return own
+    return replace(newest, node=own.node, incarnation=own.incarnation, state=own.state, code=None)
+
+
+def _account(last: Record, found: Found) -> tuple[dict[str, int], dict[str, Any]]:
+    """Return (failures by node, the fields of a record that count restarts) after the end of a start.
 
     The failures are those of the nodes that were lost, and of those whose ranks failed first: ranks that end because
     others were lost say so by their exit code. NCCL's watchdog aborts such ranks, and also a rank whose own GPU has
     failed: a node with that code is to blame only if there is no other reason, and no other such node. If no node was
-    lost, the failure of ranks counts as a restart. In a regroup only lost nodes count: ranks that still start up are
-    ended by the signal that asks them to.
+    lost, the failure of ranks counts as a restart, the first one if the ranks have come further than ever before. In a
+    regroup only lost nodes count: ranks that still start up are ended by the signal that asks them to.
     """
     lost, codes = [], {}
     for node in last.members:
@@ -179,92 +192,11 @@ def _account(last: Record, found: Found) -> tuple[dict[str, int], int]:
     failures = dict(last.failures)
     for node in at_fault or (aborted if len(aborted) == 1 else []):
         failures[node] = failures.get(node, 0) + 1
-    return failures, last.num_restarts + bool(codes and not lost)
+    step = max(record.step for record in _reached(found))
+    is_further = step > last.counted_from
+    num_restarts = (0 if is_further else last.num_restarts) + bool(codes and not lost)
+    return failures, {"num_restarts": num_restarts, "counted_from": max(step, last.counted_from), "step": step}
 
 
 def _reached(found: Found) -> list[Record]:
     return [record for record in found.values() if record is not None]
-
-
-class Peers:
-    """The records of all nodes: publishes this node's own, and reads the others'. Raises OSError if the port is in use.
-
-    `addresses`: (host, port) by node, in the order of the list. `facts` are served beside the record, for the leader.
-    """
-
-    def __init__(self, own: Record, addresses: Mapping[str, tuple[str, int]], facts: Any):
-        self.own, self._addresses = own, addresses
-        self._since = time.monotonic()  # the last change of the own state
-        self._seen: dict[str, tuple[float, Record]] = {}
-        self._pool = ThreadPoolExecutor(max_workers=min(32, len(addresses)))
-        peers = self
-
-        class Server(ThreadingHTTPServer):
-            request_queue_size = 1024  # all nodes ask at once, several times a second
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                if self.path.startswith(FACTS):
-                    mark = unquote(self.path.removeprefix(FACTS))
-                    answer = facts | {"clock_seconds": time.time(), "shares_folder": sees(mark, 0)}
-                else:
-                    answer = asdict(peers.own)
-                body = json.dumps(answer).encode()
-                self.send_response(200)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, format: str, *arguments: Any) -> None:
-                """Print nothing."""
-
-        self._server = Server(("", addresses[own.node][1]), Handler)
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-
-    def become(self, **changes: Any) -> None:
-        """Publish another state of this node."""
-        self.own = replace(self.own, **changes)
-        self._since = time.monotonic()
-
-    def seconds(self) -> float:
-        """Return for how long this node has been in its state."""
-        return time.monotonic() - self._since
-
-    def read(self, nodes: Sequence[str]) -> dict[str, Record | None]:
-        """Return the records of some nodes, this one's own included if it is among them."""
-        return dict(zip(nodes, self._pool.map(self._read, nodes), strict=True))
-
-    def facts(self, node: str, mark: str, until: float) -> Any:
-        """Return the facts of a node, which looks for the file `mark`, unless that is empty.
-
-        If it does not see it, it is asked again up to this monotonic time. Raises OSError or HTTPException.
-        """
-        while True:
-            asked = time.time()
-            facts = self._get(node, f"{FACTS}{quote(mark)}")
-            ahead = seconds_ahead(facts["clock_seconds"], asked, time.time())
-            if facts["shares_folder"] or time.monotonic() >= until:
-                return facts | {"clock_seconds": ahead}
-            time.sleep(MARK_POLL_SECONDS)
-
-    def _read(self, node: str) -> Record | None:
-        if node == self.own.node:
-            return self.own
-        try:
-            record = Record(**self._get(node, "/record"))
-        except ConnectionRefusedError:
-            self._seen.pop(node, None)
-            return None
-        except (OSError, HTTPException, ValueError, TypeError):
-            since, last = self._seen.get(node, (-SILENT_SECONDS, None))
-            return last if time.monotonic() - since < SILENT_SECONDS else None
-        self._seen[node] = time.monotonic(), record
-        return record
-
-    def _get(self, node: str, path: str) -> Any:
-        connection = HTTPConnection(*self._addresses[node], timeout=REPLY_SECONDS)
-        try:
-            connection.request("GET", path)
-            return json.loads(connection.getresponse().read())
-        finally:
-            connection.close()

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import platform
+import re
 import shutil
 import socket
 import time
@@ -27,6 +28,7 @@ CONNECTIONS_PER_RANK, FILES_PER_FILE, OTHER_FILES = 3, 2, 100  # to the store; p
 MIN_DISK_BYTES_PER_SECOND, MIN_SHARE_OF_FASTEST = 5e6, 0.2  # a disk below either is slow
 MARK_SECONDS = 40.0  # in which nodes must see a file of the first: NFS may keep for 30 s what a folder holds
 MARK_POLL_SECONDS = 0.1
+MARK = ".preflight-"  # how the names of such files begin
 MOST_BYTES_PER_SECOND = 200e6  # that a disk is compared with: those of busy nodes differ much, and are fast enough
 
 
@@ -106,24 +108,29 @@ def _compilers() -> str:
 
 @contextmanager
 def marked(folder: Path) -> Iterator[str]:
-    """Keep a file in the folder, for other nodes to look for; yield its path, empty if the folder cannot be written."""
-    mark = _nearest_existing(folder) / f".preflight-{uuid4().hex}"
+    """Keep a file in the folder, for other nodes to look for; yield its name, empty if the folder cannot be written."""
+    mark = _nearest_existing(folder) / f"{MARK}{uuid4().hex}"
     try:
         mark.touch()
     except OSError:  # a problem of its own, which the facts name
         yield ""
         return
     try:
-        yield str(mark)
+        yield mark.name
     finally:
         with suppress(OSError):
             mark.unlink()
 
 
-def sees(mark: str, seconds: float) -> bool:
-    """Wait until this node sees the file of `marked`, and return False if the time is over. No file is always seen."""
-    deadline = time.monotonic() + seconds
-    while mark and not os.path.exists(mark):
+def sees(folder: Path, mark: str, seconds: float) -> bool:
+    """Wait until this node sees the file of `marked`, and return False if the time is over. No file is always seen.
+
+    It is looked for in the folder and in those above it, which may be all that exists here.
+    """
+    if mark and not re.fullmatch(f"{re.escape(MARK)}[0-9a-f]{{32}}", mark):
+        return False  # nobody learns of other files in this way
+    folder, deadline = folder.absolute(), time.monotonic() + seconds
+    while mark and not any((each / mark).exists() for each in (folder, *folder.parents)):
         if time.monotonic() >= deadline:
             return False
         time.sleep(MARK_POLL_SECONDS)
@@ -229,7 +236,7 @@ def _write_rate(folder: Path) -> float:
 
     Of several parts the fastest counts, because the other programs of a busy node may delay the rest.
     """
-    probe = folder / f".preflight-{uuid4().hex}"
+    probe = folder / f"{MARK}{uuid4().hex}"
     block, seconds = os.urandom(2**20), []
     try:
         with probe.open("xb") as file:

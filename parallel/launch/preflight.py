@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -33,6 +34,7 @@ from parallel.launch.node_facts import (
 from parallel.launch.route import find_route, resolve
 from parallel.store import Decisions
 from parallel.validation.errors import ConfigError, first_line
+from parallel.validation.fields import parse_json
 from parallel.world import World
 
 NUM_CLOCK_REQUESTS = 5
@@ -41,25 +43,30 @@ POLL_SECONDS = 0.002
 DescribeJob = Callable[[Sequence[str], int | None], Job]  # (the program's arguments, number of ranks if known) -> Job
 
 
-def check_nodes(options: argparse.Namespace, job: Job) -> None:
-    """Compare the nodes, by one process per node. Raises ConfigError on all nodes if one of them is wrong."""
+def check_nodes(options: argparse.Namespace, job: Job) -> int:
+    """Compare the nodes, by one process per node, and return the number of this one, in the order of their reports.
+
+    Raises ConfigError on all nodes if one of them is wrong.
+    """
     route = find_route(options.meet)
     # The facts are found before the store is served: the first node's time limit then need not include their time.
     facts = find_facts(job, route.local_address)
     store = connect(resolve(options.meet), route.is_host, facts.name, options.wait)
     if not route.is_host:
-        if report(store, facts, options.nodes, options.wait):
+        own_number, problems = report(store, facts, options.nodes, options.wait, job.folder)
+        if problems:
             # A scheduler ends all nodes as soon as one has failed: the first one, and with it the store, ends before.
             with suppress(RuntimeError):
                 store.wait(["nodes/end"], timedelta(seconds=options.wait))
             raise ConfigError(f"{facts.name}: the preflight has found problems; the first node prints them")
-        return
+        return own_number
     names = [name for name in options.names.split(",") if name]
     with marked(job.folder) as mark:
         nodes, problems = collect(store, facts, options.nodes, names, options.wait, mark)
     refuse(problems)
     number = "1 node is ready" if len(nodes) == 1 else f"{len(nodes)} nodes are alike"
     sys.stderr.write(f"preflight: {number}: {', '.join(node.name for node in nodes)}\n")
+    return 0
 
 
 def check_ranks(world: World, job: Job) -> None:
@@ -94,20 +101,22 @@ def connect(endpoint: tuple[str, int], is_host: bool, node: str, wait_seconds: f
         raise ConfigError(f"{node}: {problem}") from error
 
 
-def report(store: dist.Store, facts: NodeFacts, num_nodes: int, wait_seconds: float) -> list[str]:
-    """Report the facts of a node other than the first; return the problems of all. Raises ConfigError."""
+def report(
+    store: dist.Store, facts: NodeFacts, num_nodes: int, wait_seconds: float, folder: Path = Path()
+) -> tuple[int, list[str]]:
+    """Report the facts of a node other than the first; return its number, and all problems. Raises ConfigError."""
     number = store.add("nodes/number", 1)
     if number >= num_nodes:
         raise ConfigError(
             f"{facts.name}: is one node too many: NNODES={num_nodes}; raise it, or start the job on {num_nodes} nodes"
         )
     try:
-        is_shared = sees(store.get("nodes/mark").decode(), min(MARK_SECONDS, wait_seconds / 2))
+        is_shared = sees(folder, store.get("nodes/mark").decode(), min(MARK_SECONDS, wait_seconds / 2))
         # The clocks are compared before the facts are set: as soon as it has all facts, the first node stops replying.
         facts = replace(facts, clock_seconds=clock_difference(store, number), shares_folder=is_shared)
         store.set(f"nodes/facts/{number}", json.dumps(asdict(facts)))
         store.wait(["nodes/verdict"], timedelta(seconds=2 * wait_seconds))
-        return json.loads(store.get("nodes/verdict"))
+        return number, [str(problem) for problem in json.loads(store.get("nodes/verdict"))]
     except (RuntimeError, ValueError) as error:
         raise ConfigError(
             f"{facts.name}: the first node has ended, or does not answer: {first_line(error)}; see its output"
@@ -150,7 +159,7 @@ def collect(
                 store.set(f"nodes/clock/{request}", repr(time.time()))
                 num_replies[number] += 1
             if number not in found and store.check([f"nodes/facts/{number}"]):
-                found[number] = NodeFacts(**json.loads(store.get(f"nodes/facts/{number}")))
+                found[number] = parse_json(NodeFacts, store.get(f"nodes/facts/{number}"))
         time.sleep(POLL_SECONDS)
     nodes = [found[number] for number in sorted(found)]
     problems = find_problems(nodes)
@@ -174,7 +183,7 @@ def split_words(words: Sequence[str]) -> tuple[Sequence[str], list[str]]:
 
 
 def main(words: Sequence[str], describe_job: DescribeJob) -> None:
-    """Run the preflight, and print the job's folder. Raises ConfigError.
+    """Run the preflight, and print the job's folder, then the number of this node. Raises ConfigError.
 
     `words` are the preflight's options, and after `--` the arguments of the program.
     """
@@ -189,5 +198,4 @@ def main(words: Sequence[str], describe_job: DescribeJob) -> None:
     own, arguments = split_words(words)
     options = parser.parse_args(own)
     job = describe_job(arguments, options.num_ranks)
-    check_nodes(options, job)
-    sys.stdout.write(f"{job.folder}\n")
+    sys.stdout.write(f"{job.folder}\n{check_nodes(options, job)}\n")

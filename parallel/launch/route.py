@@ -1,6 +1,6 @@
 """The route from this node to the first one: its address and interface, printed for the scripts in scripts/launch.
 
-python -m parallel.launch.route node0:29500      is_host=0 local_address=10.0.0.2 interface=ib0
+python -m parallel.launch.route node0:29500      0 10.0.0.2 ib0      whether it is the first one, address, interface
 """
 
 import fcntl
@@ -88,7 +88,7 @@ def _interfaces() -> Iterator[tuple[str, str]]:
 
 def main(endpoint: str) -> None:
     route = find_route(endpoint)
-    sys.stdout.write(f"is_host={int(route.is_host)} local_address={route.local_address} interface={route.interface}\n")
+    sys.stdout.write(f"{int(route.is_host)} {route.local_address} {route.interface}\n")
 
 
 if __name__ == "__main__":

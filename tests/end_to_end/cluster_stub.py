@@ -53,7 +53,7 @@ def python_of_a_node(words: list[str]) -> None:
     from gpt.settings.parser import parse_settings  # takes seconds, and the other stubs do not need it
 
     if words[:2] == ["-m", "parallel.launch.route"]:
-        sys.stdout.write("is_host=1 local_address=10.0.0.1 interface=ib0\n")
+        sys.stdout.write("1 10.0.0.1 ib0\n")
     elif words[:2] == ["-m", "gpt.preflight"]:
         assert words[2:4] == ["--nodes", os.environ["NNODES"]]
         parse_settings(words[words.index("--") + 1 :])

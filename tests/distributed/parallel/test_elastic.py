@@ -41,7 +41,8 @@ while True:
 
 def run_agent(words: list[str]) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may have been started by nohup
-    elastic.main(words, lambda arguments, _: Job(settings=tuple(arguments)), lambda *_: None)
+    folder = Path(words[-1 if words[-1] != "other" else -2])
+    elastic.main(words, lambda arguments, _: Job(settings=tuple(arguments), folder=folder), lambda *_: None)
 
 
 class Nodes:
@@ -52,7 +53,7 @@ class Nodes:
         (folder / "rank.py").write_text(RANK)
         self.names = [f"127.0.0.1:{port}" for port in free_pairs_of_ports(num_nodes)]
         # Without comparison of the nodes: on a busy machine the rates of their disks differ.
-        self._options = ["--nodes", ",".join(self.names), "--wait=120", "--check=0", *options]
+        self._options = ["--nodes", ",".join(self.names), "--wait=120", "--check=0", "--logs=none", *options]
         self.rank_words: list[str] = []
         self.agents = {number: self.start(number) for number in range(num_nodes)}
 
@@ -130,6 +131,35 @@ def test_the_loss_of_the_leader_costs_a_start_and_its_return_adds_it_again(make_
     assert nodes.codes() == [0, 0, 0]
 
 
+def test_a_node_of_two_goes_on_if_the_arbiter_grants_it_and_not_by_itself(make_nodes):
+    port = free_pairs_of_ports(3)[-1]
+    arbiter = f"--arbiter=127.0.0.1:{port}"
+    nodes = make_nodes(2, arbiter)
+    folder = nodes.folder
+    words = ["--nodes=127.0.0.1", "--arbitrate", arbiter, "--", str(folder)]
+    grants = start_forked(folder / "arbiter.txt", run_agent, words)
+    try:
+        nodes.wait_for(1, 2)
+        nodes.lose(1)
+        nodes.wait_for(2, 1)
+        assert "grants start 2 to" in (folder / "arbiter.txt").read_text()
+    finally:
+        grants.kill()
+    (folder / "end").touch()
+    nodes.agents.pop(1)
+    assert nodes.codes() == [0]
+
+
+def test_a_node_that_is_left_of_two_ends_with_a_line_if_there_is_no_arbiter(make_nodes):
+    nodes = make_nodes(2, "--wait=2")
+    nodes.agents[1].kill()
+    nodes.agents.pop(1)
+    assert nodes.codes() == [EXIT_LOST]
+    said = (nodes.folder / "agent-0.txt").read_text()
+    assert "1 of 2 nodes are no majority" in said
+    assert nodes.sizes(1) == []
+
+
 def test_an_error_of_the_user_ends_the_job_and_failures_restart_it_up_to_the_limit(make_nodes):
     nodes = make_nodes(2, "--max_restarts=1")
     nodes.wait_for(1, 2)
@@ -176,6 +206,7 @@ def signals_to(tmp_path: Path) -> Iterator[tuple[elastic.Ranks, Path]]:
     try:
         yield ranks, tmp_path
     finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
         for number, handler in before.items():
             signal.signal(number, handler)
         ranks.kill()
@@ -257,7 +288,7 @@ def run_agent_of_ranks_that_do_not_end(words: list[str]) -> None:
 
 
 def test_a_node_whose_ranks_do_not_end_when_they_are_killed_ends_and_the_others_go_on(make_nodes, tmp_path):
-    nodes = make_nodes(2, f"--logs={tmp_path}", agent=run_agent_of_ranks_that_do_not_end)
+    nodes = make_nodes(2, f"--logs={tmp_path}", "--no_arbiter=1", agent=run_agent_of_ranks_that_do_not_end)
     nodes.wait_for(1, 2)
     (nodes.folder / "end-1-1").write_text("1")
     assert wait_for_end(nodes.agents.pop(1)) == EXIT_LOST

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,13 +35,15 @@ with open(os.environ["CALLS"], "a") as file:
     seen = {{key: os.environ[key] for key in {WATCHED} if key in os.environ}}
     file.write(json.dumps([os.environ.get("NODE", ""), [name, *words], seen]) + "\\n")
 if "parallel.launch.route" in words:
-    print("is_host=1 local_address=10.0.0.1 interface=ib0")
+    print(os.environ.get("IS_HOST", "1") + " 10.0.0.1 ib0")
 elif "gpt.preflight" in words:
-    print(os.environ.get("FOLDER", ""))
+    print(os.environ.get("FOLDER", "") + "\\n2")
 elif "lab.measure.health" in words and "--nodes" in words and os.environ.get("NODE") in os.environ["WELL"]:
     print("nodes left: " + os.environ["WELL"])
 elif name == "scontrol" and words[:2] == ["show", "hostnames"]:
     print("n1\\nn2")
+elif name == "squeue":
+    print(os.environ["JOB_ENDS"])
 for program, code in json.loads(os.environ.get("ENDS", "{{}}")).items():
     if program in words:
         for _ in range(6000):
@@ -73,7 +76,15 @@ class Call:
 def stubs(tmp_path: Path) -> Path:
     folder = tmp_path / "bin"
     folder.mkdir()
-    programs = {"python": STUB, "scontrol": STUB, "scancel": STUB, "noted": STUB, "srun": SRUN, "ssh": SSH}
+    programs = {
+        "python": STUB,
+        "scontrol": STUB,
+        "scancel": STUB,
+        "squeue": STUB,
+        "noted": STUB,
+        "srun": SRUN,
+        "ssh": SSH,
+    }
     for name, source in programs.items():
         (folder / name).write_text(source)
         (folder / name).chmod(0o755)
@@ -108,13 +119,46 @@ def test_torchrun_checks_the_nodes_then_starts_their_ranks_and_says_so(stubs):
     nodes = ["--nodes", "2", "--num_ranks", "8", "--meet", "n1:29501", "--names", "n1,n2", "--wait", "120"]
     assert check.words[1:] == ["-m", "gpt.preflight", *nodes, "--", "--train.steps=5"]
     assert start.words[1:3] == ["-m", "parallel.launch"]
-    assert {"--nnodes=2", "--nproc-per-node=4", "--rdzv-endpoint=n1:29500"} < set(start.words)
-    assert {"--rdzv-conf=is_host=1", "--local-addr=10.0.0.1"} < set(start.words)
+    assert {"--nnodes=2", "--nproc-per-node=4", "--local-addr=10.0.0.1"} < set(start.words)
+    # Torch's static rendezvous, which unpickles nothing.
+    assert {"--master-addr=10.0.0.1", "--master-port=29500", "--node-rank=0"} < set(start.words)
+    assert not [word for word in start.words if "rdzv-backend" in word]
     assert start.words[-2:] == ["pretrain_gpt.py", "--train.steps=5"]
     seen = start.environment
     assert (seen["NCCL_SOCKET_IFNAME"], seen["GLOO_SOCKET_IFNAME"]) == ("=ib0", "eth9")
     assert {"OMP_NUM_THREADS", "CUDA_DEVICE_MAX_CONNECTIONS", "TORCH_NCCL_ASYNC_ERROR_HANDLING"}.isdisjoint(seen)
     assert "+ " + " ".join([str(stubs / "python"), *start.words[1:]]) in said
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"NNODES": "2", "IS_HOST": "0"}, {"--master-addr=n1", "--node-rank=1"}),
+        ({"NNODES": "3", "IS_HOST": "0"}, {"--master-addr=n1", "--node-rank=2"}),  # its number in the checks
+        ({"NNODES": "3", "NODE_RANK": "1", "CHECK": "0"}, {"--node-rank=1"}),
+        ({"NNODES": "3", "CHECK": "0"}, None),
+        ({"NNODES": "2", "MAX_RESTARTS": "1"}, {"--rdzv-backend=c10d", "--rdzv-endpoint=n1:29500", "--node-rank=0"}),
+    ],
+    ids=str,
+)
+def test_each_node_has_a_number(stubs, settings, expected):
+    code, calls, said = launch("torchrun.sh", stubs, RDZV="n1:29500", **settings)
+    assert code == (0 if expected else 2)
+    assert (expected or set()) < set(calls[-1].words)
+    assert (
+        expected
+        or said == "error: NNODES=3 with CHECK=0 needs the number of each node: set NODE_RANK, 0 on the node of RDZV\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "name", ["NNODES", "RANKS_PER_NODE", "MAX_RESTARTS", "MIN_NODES", "PREFLIGHT_SECONDS", "NODE_RANK"]
+)
+def test_arithmetic_executes_nothing_of_the_environment(stubs, tmp_path, name):
+    value = f"a[$(touch {tmp_path}/executed)]"
+    code, calls, said = launch("torchrun.sh", stubs, **{name: value})
+    assert (code, calls, said) == (2, [], f"error: {name}={value} is not a whole number; change it\n")
+    assert not (tmp_path / "executed").exists()
 
 
 def test_each_rank_has_a_log_in_the_folder_of_the_run_unless_a_terminal_or_the_user_says_otherwise(stubs):
@@ -156,7 +200,7 @@ def test_hostfile_starts_the_same_on_every_host_and_passes_on_the_code_of_the_on
         "NCCL_SOCKET_IFNAME": "ib 7",
         "PROXY": "x",
         "PASS": "PROXY",
-        "WANDB_API_KEY": "secret",
+        **dict.fromkeys(("WANDB_API_KEY", "HF_PAT", "WANDB_PWD", "HF_BEARER", "NCCL_COOKIE"), "secret"),
         "MASTER_PORT": "1",
     }
     code, calls, said = launch("hostfile.sh", stubs, "--run.dir=a b", **settings, ENDS='{"parallel.launch": 5}')
@@ -164,7 +208,7 @@ def test_hostfile_starts_the_same_on_every_host_and_passes_on_the_code_of_the_on
     starts = [call for call in calls if "parallel.launch" in call.words]
     assert sorted(call.node for call in starts) == ["me@n1", "n2"]
     for call in starts:
-        assert {"--nnodes=2", "--nproc-per-node=3", "--rdzv-endpoint=n1:29500", "--run.dir=a b"} < set(call.words)
+        assert {"--nnodes=2", "--nproc-per-node=3", "--master-port=29500", "--run.dir=a b"} < set(call.words)
         assert call.environment["NODE_NAMES"] == "n1,n2"
     assert " NCCL_SOCKET_IFNAME=ib\\ 7 " in said
     assert " PROXY=x " in said
@@ -172,8 +216,39 @@ def test_hostfile_starts_the_same_on_every_host_and_passes_on_the_code_of_the_on
     assert re.search(r"^n2: \+ .*parallel.launch", said, re.MULTILINE)
     (stubs / "calls").unlink()
     assert launch("hostfile.sh", stubs, **settings)[0] == 0
+    assert "no such job" not in said
     code, _, said = launch("hostfile.sh", stubs, HOSTS="nowhere")
     assert (code, said) == (2, "error: HOSTS=nowhere cannot be read; give a file with one host a line\n")
+
+
+HOSTILE = [
+    "$(touch X)",
+    "`touch X`",
+    "n1;touch X",
+    "n1&touch X",
+    "n0&x",
+    "n1|e",
+    "-oProxyCommand=touch_X",
+    "n1/e touch X",
+    "n1 n2",
+]
+HOSTILE += ["u$HOME@n1", "n1\\tn2", "a@b@c", "n1:22", "'n1'", "..", "@n1", "n1@", "n\u00fc", "*", "~", "n1\\", "n1-"]
+
+
+@pytest.mark.parametrize("pattern", HOSTILE)
+def test_what_is_no_host_is_refused_before_the_first_ssh(stubs, tmp_path, pattern):
+    hosts = tmp_path / "hosts"
+    hosts.write_text(f"n0\n  {pattern.replace('X', str(tmp_path / 'X'))} # the second\n")
+    code, calls, said = launch("hostfile.sh", stubs, HOSTS=str(hosts))
+    assert (code, calls, said.count("\n")) == (2, [], 1), said
+    assert "which is no host" in said
+    assert not (tmp_path / "X").exists()
+
+
+def test_a_host_that_is_named_twice_is_refused(stubs, tmp_path):
+    (tmp_path / "hosts").write_text("n1\nme@n1\r\n")
+    code, calls, said = launch("hostfile.sh", stubs, HOSTS=str(tmp_path / "hosts"))
+    assert (code, calls, said) == (2, [], f"error: HOSTS={tmp_path}/hosts has n1 twice; delete one\n")
 
 
 def slurm(**more: str) -> dict[str, str]:
@@ -182,16 +257,17 @@ def slurm(**more: str) -> dict[str, str]:
 
 
 def test_slurm_runs_torchrun_on_every_node_of_the_job(stubs):
-    ends = json.dumps({"parallel.launch": 3})
+    ends = json.dumps({"parallel.launch": 5})
     code, calls, said = launch("slurm.sbatch", stubs, "--train.steps=5", **slurm(ENDS=ends))
-    assert code == 3
+    assert code == 5
     assert "requeue" not in calls[-1].words
     step = next(call for call in calls if call.words[:2] == ["noted", "srun"])
     assert {"--export=ALL", "--kill-on-bad-exit=1", "--wait=600", "--cpu-bind=none"} < set(step.words)
-    assert step.words[-3:] == ["--label", "scripts/launch/torchrun.sh", "--train.steps=5"]
+    task = ["--label", "scripts/launch/slurm_task.sh"]
+    assert step.words[-4:] == [*task, "scripts/launch/torchrun.sh", "--train.steps=5"]
     starts = [call for call in calls if "parallel.launch" in call.words]
     assert [call.node for call in starts] == ["n1"]  # the stub of srun ends with the first code
-    options = {"--nnodes=2", "--rdzv-endpoint=n1:20246", "--rdzv-id=123", "--signals-to-handle=SIGINT"}
+    options = {"--nnodes=2", "--master-port=20369", "--rdzv-id=123", "--signals-to-handle=SIGINT"}
     for call in starts:
         assert options < set(call.words)
         assert call.environment["NODE_NAMES"] == "n1,n2"
@@ -218,7 +294,7 @@ def test_slurm_itself_starts_the_ranks_where_that_is_asked_for(stubs, tmp_path):
     assert [call.words[1:] for call in starts] == [["pretrain_gpt.py", "--run.dir=a b"]] * 4
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     found = [tuple(call.environment[name] for name in names) for call in starts]
-    assert found == [(str(rank), str(rank % 2), "4", "2", "n1", "20246") for rank in range(4)]
+    assert found == [(str(rank), str(rank % 2), "4", "2", "n1", "20369") for rank in range(4)]
 
 
 @pytest.mark.parametrize(
@@ -239,21 +315,76 @@ def test_tasks_of_slurm_have_the_cores_that_every_node_has(stubs, tmp_path, aske
 
 def test_slurm_fetches_a_container_and_starts_it_with_what_is_mounted(stubs):
     _, calls, _ = launch("slurm.sbatch", stubs, **slurm(CONTAINER="image.sqsh", MOUNTS="/runs,/data:/d:ro"))
-    fetch, start = [call.words for call in calls if call.words[:2] == ["noted", "srun"]]
+    fetch, start, remove = [call.words for call in calls if call.words[:2] == ["noted", "srun"]]
     container = {"--container-image=image.sqsh", "--container-name=zero-gpt-123"}
     mounts = f"--container-mounts={ROOT}:{ROOT},/runs:/runs,/data:/d:ro"
     assert container | {mounts} < set(fetch) & set(start)
     assert fetch[-1] == "true"
+    assert (remove[-1], container & set(remove)) == ('enroot remove --force "pyxis_zero-gpt-$SLURM_JOB_ID"', set())
+
+
+def warned_job(stubs: Path, *signals: int, **settings: str) -> tuple[int, list[list[str]], str]:
+    """Return (exit code, calls after the start, output) of a job that gets signals while it runs, or starts."""
+    ready = settings.pop("READY", '"parallel.launch"')
+    own = slurm(JOB_ENDS="2099-01-01T00:00:00", SLURM_JOB_NUM_NODES="1") | settings
+    words = [SCRIPTS / "slurm.sbatch"]
+    with subprocess.Popen(words, env=environment(stubs, **own), stderr=subprocess.PIPE, text=True) as job:
+        wait_until(lambda: (stubs / "calls").exists() and ready in (stubs / "calls").read_text())
+        for number in signals:
+            job.send_signal(number)
+        assert job.stderr is not None
+        said = job.stderr.read()
+    return job.returncode, [call.words for call in calls_in(stubs)], said
 
 
 def test_slurms_warning_reaches_the_ranks_and_the_job_goes_back_into_the_queue(stubs):
-    settings = slurm(ENDS='{"parallel.launch": 0}', ENDS_AFTER="scancel", SLURM_JOB_NUM_NODES="1")
-    with subprocess.Popen([SCRIPTS / "slurm.sbatch"], env=environment(stubs, **settings)) as job:
-        wait_until(lambda: (stubs / "calls").exists() and '"parallel.launch"' in (stubs / "calls").read_text())
-        job.send_signal(signal.SIGUSR1)
-    assert job.returncode == 0
-    last = [call.words for call in calls_in(stubs)[-2:]]
-    assert last == [["scancel", "--signal=USR1", "123"], ["scontrol", "requeue", "123"]]
+    ends = {"ENDS": '{"parallel.launch": 0}', "ENDS_AFTER": "scancel"}
+    code, calls, _ = warned_job(stubs, signal.SIGUSR1, signal.SIGTERM, **ends)
+    assert code == 0
+    assert [words for words in calls if words[0] in ("scancel", "scontrol")][-2:] == [
+        ["scancel", "--signal=USR1", "123"],
+        ["scontrol", "requeue", "123"],
+    ]
+
+
+def test_a_warning_before_the_ranks_are_up_is_sent_when_they_can_take_it(stubs):
+    ends = {"ENDS": '{"hostnames": 0, "parallel.launch": 0}', "ENDS_AFTER": "scancel", "READY": "hostnames"}
+    (stubs / "calls").touch()
+    slow = (
+        (stubs / "scontrol")
+        .read_text()
+        .replace('print("n1\\nn2")', 'print("n1\\nn2"); sys.stdout.flush(); time.sleep(0.3)')
+    )
+    (stubs / "scontrol").write_text(slow)
+    code, calls, _ = warned_job(stubs, signal.SIGUSR1, **{**ends, "ENDS": '{"parallel.launch": 0}'})
+    assert code == 0
+    assert calls[-1] == ["scontrol", "requeue", "123"]
+
+
+def test_a_job_that_is_shorter_than_its_warning_is_refused(stubs):
+    ends = {"ENDS": '{"parallel.launch": 0}', "ENDS_AFTER": "squeue", "JOB_ENDS": time.strftime("%Y-%m-%dT%H:%M:%S")}
+    code, calls, said = warned_job(stubs, signal.SIGUSR1, **ends)
+    assert code == 2
+    assert "scontrol requeue" not in said
+    assert re.search(r"error: the job was warned \d+ s after its start, and ends in -?\d+ s: give it more --time", said)
+    assert ["scontrol", "requeue", "123"] not in calls
+
+
+@pytest.mark.parametrize(
+    ("code_of_ranks", "restarts", "expected", "is_requeued"),
+    [(3, "0", 3, True), (134, "2", 134, True), (3, "3", 3, False), (0, "0", 3, False), (7, "0", 7, False)],
+)
+def test_a_lost_rank_queues_the_job_again_and_a_run_that_a_signal_by_hand_has_stopped_is_not_complete(
+    stubs, code_of_ranks, restarts, expected, is_requeued
+):
+    if not code_of_ranks:  # the first rank notes that it was stopped
+        (stubs / "python").write_text(STUB + 'open(os.path.join(os.environ["ZERO_LAUNCH_NOTES"], "unfinished"), "w")')
+    ends = json.dumps({"parallel.launch": code_of_ranks})
+    code, calls, said = launch("slurm.sbatch", stubs, **slurm(ENDS=ends, SLURM_RESTART_COUNT=restarts))
+    assert code == expected
+    assert (calls[-1].words == ["scontrol", "requeue", "123"]) == is_requeued
+    assert ("the run was stopped by a signal before its end" in said) == (code_of_ranks == 0)
+    assert not list(ROOT.glob("slurm-*.notes"))
 
 
 def failed(**exit_codes: int) -> ChildFailedError:
@@ -303,18 +434,21 @@ def test_a_schedulers_signal_to_the_launcher_alone_reaches_the_ranks(monkeypatch
     ended = []
 
     def run_ranks(_arguments: list[str]) -> None:
-        with subprocess.Popen(["sleep", "60"], start_new_session=True) as rank:
+        # A rank that still starts up holds warnings back.
+        words = [sys.executable, "-c", "import signal; print(signal.sigwait({10, 15}))"]
+        with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True) as rank:
             monkeypatch.setattr(launcher, "children", lambda: [rank.pid])  # this process has others
             os.kill(os.getpid(), number)
-            ended.append(rank.wait())
+            ended.append((rank.wait(), rank.stdout and rank.stdout.read()))
 
     monkeypatch.setattr(run, "main", run_ranks)
     before = signal.signal(number, signal.SIG_IGN)
     try:
         assert launcher.main(["program.py"]) == 0
     finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
         signal.signal(number, before)
-    assert ended == [-number]
+    assert ended == [(0, "10\n") if number == signal.SIGUSR1 else (-signal.SIGTERM, "")]
 
 
 def test_the_packages_are_installed_also_on_a_disk_without_locks(tmp_path):

@@ -1,13 +1,20 @@
 """Nodes agree on the starts of a job, from the records that they publish."""
 
-import socket
 from dataclasses import replace
-from unittest import mock
 
 import pytest
 
 from parallel.ending import EXIT_LOST
-from parallel.launch.membership import Limits, Peers, Record, can_grow, end_of_job, is_broken, next_start, start_to_join
+from parallel.launch.membership import (
+    Limits,
+    Record,
+    can_grow,
+    end_of_job,
+    is_broken,
+    next_start,
+    start_to_join,
+    with_newer_start,
+)
 
 LIMITS = Limits(min_nodes=1, max_restarts=3, max_failures_of_node=2)
 A, B, C = (Record(name, f"{name}1") for name in "abc")
@@ -132,18 +139,34 @@ def test_the_end_of_the_newest_start_ends_the_job_everywhere():
     assert end_of_job(C, {"a": None, "b": None, "c": C}) is None
 
 
-@pytest.mark.parametrize(("there", "ahead"), [(103.5, 3.0), (96.5, -4.0), (101.2, 0.0)])
-def test_facts_have_the_difference_of_clocks_unless_the_reply_took_longer(there: float, ahead: float, tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = free.getsockname()
-    peers = Peers(A, {"a": address}, {"name": "a"})
-    mark = tmp_path / "mark?"
-    # At the second time the node sees the file. The clock: when it is asked, there, and when the reply has come.
-    clock = mock.Mock(monotonic=lambda: 7.0, sleep=lambda _seconds: mark.touch())
-    clock.time.side_effect = [0.0, 0.0, 0.0, 100.0, there, 101.0]
-    with mock.patch("parallel.launch.membership.time", clock):
-        assert peers.facts("a", f"{mark}", 8.0) == {"name": "a", "clock_seconds": ahead, "shares_folder": True}
-        clock.time.side_effect = None
-        clock.time.return_value = 0.0
-        assert not peers.facts("a", f"{mark}elsewhere", 7.0)["shares_folder"]
+def test_half_of_the_members_or_fewer_go_on_only_if_an_arbiter_grants_it_or_the_user_says_that_there_is_none():
+    four = of_start(1, *(Record(name, f"{name}1") for name in "abcd"), state="waiting")
+    half = four | {"c": None, "d": None}
+    assert "2 of 4 nodes are no majority" in led_by(four["a"], half)
+    assert led_by(four["a"], half, replace(LIMITS, needs_majority=False)) == ["a", "b"]
+    granted = {node: record and replace(record, has_arbiter=True) for node, record in half.items()}
+    assert led_by(four["a"], granted) == ["a", "b"]
+    assert led_by(four["a"], four | {"d": None}) == ["a", "b", "c"]
+    # Nodes that have come back, or spares, do not count: they may know nothing of a newer start.
+    again = {"a": four["a"], "b": Record("b", "b2"), "c": Record("c", "c2"), "d": None}
+    assert "1 of 4 nodes are no majority" in led_by(again["a"], again)
+    assert "1 of 2 nodes are no majority" in led_by(A, {"a": A, "b": None})  # before the first start
+
+
+def test_a_node_that_waits_knows_the_newest_start_and_cannot_help_the_members_of_an_older_one():
+    newest = of_start(2, A, B)
+    spare = with_newer_start(STOPPED["c"], newest | {"c": STOPPED["c"]})
+    assert (spare.start, spare.members, spare.state) == (2, {"a": "a1", "b": "b1"}, "waiting")
+    assert "0 of 2 nodes are no majority" in led_by(spare, {"a": None, "b": None, "c": spare})
+    assert with_newer_start(STOPPED["a"], newest) is STOPPED["a"]  # a member joins it instead
+
+
+def test_restarts_are_counted_since_the_last_progress():
+    def restarts(step: int, **before: int) -> tuple[int, int]:
+        failed = {node: replace(record, code=1, step=step, **before) for node, record in STOPPED.items()}
+        start = next_start(failed["a"], failed, LIMITS, is_patient=False)
+        assert isinstance(start, Record)
+        return start.num_restarts, start.counted_from
+
+    assert restarts(70, num_restarts=3, counted_from=70) == (4, 70)
+    assert restarts(71, num_restarts=3, counted_from=70) == (1, 71)

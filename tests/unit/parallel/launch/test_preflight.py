@@ -189,15 +189,16 @@ def test_a_node_that_does_not_see_in_time_what_the_first_has_written_is_named(tm
             nonlocal now
             now += 1.0
             if now + 1 == num_looks:
-                os.rename(f"{mark}.late", mark)
+                (tmp_path / "late").rename(tmp_path / mark)
 
-        os.rename(mark, f"{mark}.late")
+        (tmp_path / mark).rename(tmp_path / "late")
         monkeypatch.setattr(node_facts, "time", mock.Mock(monotonic=lambda: now, sleep=look_again))
         first = pool.submit(collect, store, ALIKE, 2, [], WAIT, mark)
         other = dist.TCPStore("127.0.0.1", store.port, is_master=False)
-        found = report(other, dataclasses.replace(ALIKE, name="n2"), 2, WAIT)
+        number, found = report(other, dataclasses.replace(ALIKE, name="n2"), 2, WAIT, tmp_path / "not")
     problem = "n2: /shared/runs is not the disk of n1; choose a folder that all nodes share"
     assert first.result()[1] == found == ([] if num_looks else [problem])
+    assert number == 1
     assert now == (num_looks - 1 if num_looks else 40)
 
 

@@ -64,7 +64,7 @@ def test_a_node_whose_name_is_a_loopback_address_is_known_by_the_one_that_others
 
 def test_scripts_read_the_route_in_one_line(capsys):
     route.main("localhost:29500")
-    assert capsys.readouterr().out == "is_host=1 local_address=127.0.0.1 interface=lo\n"
+    assert capsys.readouterr().out == "1 127.0.0.1 lo\n"
 
 
 def test_an_address_of_another_node_has_no_interface_here():
