@@ -182,7 +182,7 @@ CASES = [  # ranks, options, kinds of faults
 CASE_NAMES = ("stage 1", "stage 3", "groups", "tensor", "context")
 
 
-@pytest.mark.parametrize(("case", "num_faults"), zip(CASES, (2, 2, 2, 1, 1), strict=True), ids=CASE_NAMES)
+@pytest.mark.parametrize(("case", "num_faults"), [*zip(CASES, (2, 2, 2, 1, 1), strict=True)], ids=CASE_NAMES)
 def test_a_fault_is_named_with_its_rank(case, num_faults):
     counts = assert_named(*case, num_faults=num_faults)
     assert any(name.endswith(": named") for name in counts)

@@ -86,9 +86,13 @@ class Nodes:
 
 
 def free_pairs_of_ports(number: int) -> list[int]:
-    """Return ports below those that the system gives out, which are free like the ports after them."""
+    """Return ports below those that the system gives out, which are free like the ports after them.
+
+    A process chooses from a range of its own: another one would find them free until the nodes have opened them.
+    """
     found: list[int] = []
-    for port in range(20000 + os.getpid() % 4000 * 2, 32000, 2):
+    first = 20000 + os.getpid() % 100 * 120
+    for port in range(first, first + 120, 2):
         with socket.socket() as one, socket.socket() as other:
             try:
                 one.bind(("", port))
