@@ -160,7 +160,7 @@ def assert_same_bits(found: list[Result], expected: list[Result]) -> None:
 
 
 FACTORS = {
-    "sizes": [(1, 2), (2, 2), (1, 4), (4, 1), (2, 1)],  # data x tensor
+    "sizes": [(1, 2), (2, 2), (1, 4)],  # data x tensor
     "stage": [0, 1, 2, 3],
     "is_split": [False, True],
     "num_micro_batches": [1, 3],
@@ -173,7 +173,7 @@ FACTORS = {
 
 def train_case(case: dict) -> Result:
     activations = ActivationsConfig(case["store"], 2)
-    zero = ZeroConfig(case["stage"], 2000, overlap_gather=case["overlap_gather"])
+    zero = ZeroConfig(case["stage"], 5000, overlap_gather=case["overlap_gather"])
     parallel = case["sizes"][1], case["is_split"], zero
     ways = {"activations": activations, "offload": case["offload"]}
     return train(config_of(case["vocab_size"]), *parallel, case["num_micro_batches"], **ways)

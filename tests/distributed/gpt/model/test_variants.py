@@ -30,7 +30,7 @@ Case = dict
 
 def train_case(case: Case) -> Result:
     chosen = {"activations": ActivationsConfig(case["store"], 1), "offload": case["offload"]}
-    return train(VARIANTS[case["name"]], *case["mesh"][1:], ZeroConfig(case["stage"], 2000), **chosen)
+    return train(VARIANTS[case["name"]], *case["mesh"][1:], ZeroConfig(case["stage"], 5000), **chosen)
 
 
 def check(cases: list[Case], num_ranks: int) -> None:

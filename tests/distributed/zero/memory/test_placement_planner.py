@@ -77,7 +77,8 @@ def train(
 
 
 @pytest.mark.parametrize(
-    ("stage", "num_ranks", "num_micro_batches", "shard_size"), [(2, 1, 3, None), (3, 2, 1, None), (3, 2, 1, 1)]
+    ("stage", "num_ranks", "num_micro_batches", "shard_size"),
+    [(2, 1, 3, None), pytest.param(3, 2, 1, None, marks=pytest.mark.full), (3, 2, 1, 1)],
 )
 def test_a_budget_is_kept_and_filled_and_changes_nothing(stage, num_ranks, num_micro_batches, shard_size):
     """Budgets: the least that a step needs, and more than everything needs.

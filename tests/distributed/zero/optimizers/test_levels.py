@@ -26,7 +26,7 @@ OFFLOADS = {
     "parameters": OffloadConfig("host", ("parameters",)),
 }
 FACTORS: dict[str, list[Any]] = {
-    "row": [(1, "all"), (2, "group"), (3, "group"), (3, "all")],
+    "row": [(1, "all"), (3, "group"), (3, "all")],
     "sizes": [(4, 2, 1), (2, 1, 2)],  # data ranks, those of a group, tensor ranks
     "store": ["none", "partition_host"],
     "offload": ["none", "both"],

@@ -21,7 +21,7 @@ from zero.data_parallel import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
 from zero.settings.config import ZeroConfig
 
-WIDTH, NUM_BLOCKS, NUM_STEPS, CLIP_NORM = 24, 3, 2, 0.5
+WIDTH, NUM_BLOCKS, NUM_STEPS, CLIP_NORM = 24, 2, 2, 0.5
 SETTINGS = {"lr": 1e-2, "weight_decay": 0.1}
 VARIANTS = [{}, {"overlap": False}, {"accumulate": "local"}, {"overlap_gather": True, "defragment": True}]  # in turns
 Description = Callable[[Axis], Transport | TransportOf]  # of the data axis, perhaps with parts
@@ -131,7 +131,7 @@ def wrapped(
         settings["sum_over_ranks"] = "leaves" if described.is_rank_invariant else "message"
         if described.in_fp32:  # of messages in half precision, in stages 0 and 1 too
             settings |= {"sum_over_ranks": "fp32", "reduce_dtype": "bf16"}
-    config = ZeroConfig(stage, 800, **settings)
+    config = ZeroConfig(stage, **{"bucket_numel": 800} | settings)
     home = row.home(torch.device("cpu"))
     homes = Homes(Home(home.accelerator), home, home) if home.is_apart else None
     engine = ZeroDataParallel(model, data, config, transport=described, homes=homes)

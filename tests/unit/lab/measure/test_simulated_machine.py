@@ -90,7 +90,7 @@ def measured() -> Iterator[tuple[World, Measured]]:
 
     sizes = {"NUMELS": {"cpu": (2**10, 2**12, 2**14)}, "LAYERS": {"cpu": ((8, 16, 32), (32, 32, 32), (64, 128, 16))}}
     sizes["LAUNCHES_TOGETHER"] = {"cpu": 3}
-    messages = {"MESSAGE_BYTES": (2**10, 2**14), "MOST_REPEATS": 4}
+    messages = {"MESSAGE_BYTES": (2**10, 2**14), "MOST_REPEATS": 4, "DEVICE_SIZES": {"cpu": (64, 2**20)}}
     with (
         mock.patch.multiple(bandwidth, time=machine, _exchange=machine.exchange, **messages),
         mock.patch.multiple(device_kernels, time=machine, ATTENTIONS={"cpu": ((2, 64, 32), (4, 32, 32))}, **sizes),
