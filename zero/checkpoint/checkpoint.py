@@ -4,6 +4,7 @@ FOLDER/layout.json               where each tensor is stored, the optimizer's se
        rank-00000.safetensors    the flat shards that rank 0 owns, its random states, and what is not sharded
 """
 
+import hashlib
 import logging
 import math
 import re
@@ -60,7 +61,7 @@ class Saver(CheckpointWriter):
         if self._rank == 0:  # before any rank writes
             _remove_partial(final)
         save = self.agree(final, secrets.token_hex(6))
-        content = {"save": save, "extra": extra, "settings": _settings(self._state.optimizer)}
+        content = {"save": save, "extra": extra, "settings": _settings(self._state)}
         self.begin(final, content, f"save {save}", final.name)
 
 
@@ -97,11 +98,8 @@ def load(folder: str | Path, model: ZeroDataParallel, optimizer: ZeroOptimizer |
     state = RankState(model, optimizer)
     state.check_fits(checkpoint, layout, "build the model that was saved")
     groups = optimizer.param_groups if optimizer else []
-    if optimizer and len(groups) != len(layout["settings"]):
-        raise ConfigError(
-            f"checkpoint {checkpoint} has {len(layout['settings'])} groups of parameters, the optimizer has "
-            f"{len(groups)}; give it the groups that were saved"
-        )
+    if optimizer:
+        layout |= _in_order_of_groups(state, optimizer, layout, checkpoint)
     state.load(checkpoint, layout, f"save {layout['save']}")
     if optimizer and is_in_groups(layout["optimizer"], class_names(optimizer)):
         logger.warning(
@@ -114,6 +112,44 @@ def load(folder: str | Path, model: ZeroDataParallel, optimizer: ZeroOptimizer |
         saved = settings["numbers"] | settings["tuples"]
         load_settings(group, {name: value for name, value in saved.items() if name in group})
     return layout["extra"]
+
+
+def _in_order_of_groups(
+    state: RankState, optimizer: ZeroOptimizer, layout: Mapping[str, Any], checkpoint: Path
+) -> dict[str, Any]:
+    """Return what a layout has of each group in the order of the optimizer's groups, which are known by their members.
+
+    Raises ConfigError if the optimizer has other groups. Files of earlier versions do not name members.
+    """
+    settings, counters, groups = layout["settings"], layout["optimizer_counters"], optimizer.param_groups
+    if len(groups) != len(settings) or len(counters) != len(settings):
+        raise ConfigError(
+            f"checkpoint {checkpoint} has {len(settings)} groups of parameters, the optimizer has {len(groups)}; give "
+            "it the groups that were saved"
+        )
+    left = {number: of_group.get("members") for number, of_group in enumerate(settings)}
+    if len(groups) == 1 or None in left.values():
+        return {}
+    order = []
+    for number, (members, names) in enumerate(_members(state, optimizer)):
+        found = next((saved for saved, those in left.items() if those == members), None)
+        if found is None:
+            raise ConfigError(
+                f"checkpoint {checkpoint} has no group with the parameters of group {number} of the optimizer: "
+                f"{len(names)}, such as {names[0] if names else 'none'}; give it the groups that were saved"
+            )
+        del left[found]
+        order.append(found)
+    return {"settings": [settings[n] for n in order], "optimizer_counters": [counters[n] for n in order]}
+
+
+def _members(state: RankState, optimizer: ZeroOptimizer) -> list[tuple[str, list[str]]]:
+    """Return (hash, names) of the trainable parameters of each group."""
+    found: list[list[str]] = [[] for _ in optimizer.param_groups]
+    for name, param in sorted(state.model.module.named_parameters()):
+        if param in optimizer.pieces.group_of:
+            found[optimizer.pieces.group_of[param]].append(name)
+    return [(hashlib.sha256("\n".join(names).encode()).hexdigest()[:16], names) for names in found]
 
 
 def has_checkpoint(folder: str | Path) -> bool:
@@ -163,17 +199,20 @@ def _replace(partial: Path, final: Path) -> None:
     remove(_name_before(final))
 
 
-def _settings(optimizer: ZeroOptimizer | None) -> list[dict[str, Any]]:
-    """Return the numbers, and the tuples of numbers, among the settings of each group of the optimizer."""
+def _settings(state: RankState) -> list[dict[str, Any]]:
+    """Return the numbers, and the tuples of numbers, among the settings of each group, and a hash of its members."""
+    optimizer = state.optimizer
     if optimizer is None:
         return []
     found = []
-    for number, group in enumerate(optimizer.param_groups):
+    for number, (members, _) in enumerate(_members(state, optimizer)):
+        group = optimizer.param_groups[number]
         defaults = optimizer.update_of(number).optimizer.defaults
         names = [name for name in defaults if name in group and name not in IMPLEMENTATION]
         values = {name: _plain(group[name]) for name in names}
         found.append(
             {
+                "members": members,
                 "numbers": {name: value for name, value in values.items() if _is_number(value)},
                 "tuples": {
                     name: [_plain(item) for item in value]

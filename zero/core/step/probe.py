@@ -6,7 +6,9 @@ Muon compute with whole parameters: on shards they would silently train differen
 only after `NUM_PROBE_STEPS` steps is not noticed.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +24,8 @@ from zero.core.step.pieces import Piece, WholePlace, locate
 from zero.core.step.update import Update
 
 PROBED_ROWS, PROBED_COLUMNS, PROBED_CUT, NUM_PROBE_STEPS = 6, 8, 19, 32
-PROBED_RATE = 1e-2  # with a learning rate near zero, no two results would differ
+NUMBERS = int, float, Tensor
+PROBED_RATE = 1e-2  # is tried too: with a learning rate near zero, no two results would differ
 
 
 @real_tensors()
@@ -36,24 +39,21 @@ def probe(
 ) -> list[float]:
     """Check that an optimizer gives the same result for a small parameter as a whole and for two flat pieces of it.
 
-    The pieces are stepped by the update of the optimizer, with the settings of each of `groups`. Return, for each
-    group, the bytes of state for each element of a parameter in fp32, without the states of whole matrices. Raises
-    ConfigError if the results differ, if the optimizer refuses flat pieces, or if pieces that begin at multiples of
-    `alignment` elements may cut its blocks.
+    The pieces are stepped by the update of the optimizer, with the settings of each of `groups`: as they are, and with
+    another learning rate. Return, for each group, the bytes of state for each element of a parameter in fp32, without
+    the states of whole matrices. Raises ConfigError if the results differ, or numbers among settings and states, if the
+    optimizer refuses flat pieces, or if pieces that begin at multiples of `alignment` elements may cut its blocks.
     """
     name = name or name_of(optimizer)
     found: dict[str, float] = {}
     keys = []
-    for group in groups:
-        probed = _with_large_rate(settings_of(group))
-        keys.append(repr(sorted(probed.items(), key=str)))
-        if keys[-1] not in found:
-
-            def make(params: list[nn.Parameter], probed: dict[str, Any] = probed) -> Optimizer:
-                return optimizer([probed | {"params": params}], **_with_large_rate(settings))
-
-            found[keys[-1]] = _probe(name, make, device, alignment)
-    return [found[key] for key in keys]
+    for group in map(settings_of, groups):
+        for rate in (None, PROBED_RATE):
+            keys.append(repr([sorted(_with_rate(rate, values).items(), key=str) for values in (group, settings)]))
+            if keys[-1] not in found:
+                make = partial(_make, optimizer, group, settings, rate)
+                found[keys[-1]] = _probe(name, make, device, alignment)
+    return [found[key] for key in keys[1::2]]
 
 
 def _probe(name: str, make: Callable[[list[nn.Parameter]], Optimizer], device: torch.device, alignment: int) -> float:
@@ -85,11 +85,15 @@ def _probe(name: str, make: Callable[[list[nn.Parameter]], Optimizer], device: t
             "SGD or zero's Muon"
         ) from error
     joined = torch.cat([piece.param.detach() for piece in pieces])
-    if not torch.allclose(param.detach().flatten(), joined, rtol=1e-5, atol=1e-7):
+    numbers = (_different_number(whole, param, in_pieces, piece.param) for piece in pieces)
+    differs = next(filter(None, numbers), None)
+    if differs is None and not torch.allclose(param.detach().flatten(), joined, rtol=1e-5, atol=1e-7, equal_nan=True):
+        differs = "its values"
+    if differs is not None:
         raise ConfigError(
             f"optimizer {name} is not element-wise: it updates a {param.shape[0]} x {param.shape[1]} parameter "
-            "differently as a whole and in 2 pieces, so its states cannot be partitioned; choose an optimizer such "
-            "as AdamW, SGD or zero's Muon"
+            f"differently as a whole and in 2 pieces ({differs}), so its states cannot be partitioned; choose an "
+            "optimizer such as AdamW, SGD or zero's Muon"
         )
     if alignment % block_numel:
         raise ConfigError(
@@ -131,8 +135,31 @@ def _random(block_numel: int) -> Tensor:
     return torch.randn(1 + NUM_PROBE_STEPS, PROBED_ROWS, columns, generator=generator, dtype=torch.float32)
 
 
-def _with_large_rate(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings with `PROBED_RATE` in place of their learning rate, if they have one."""
+def _different_number(whole: Optimizer, param: Tensor, in_pieces: Optimizer, piece: Tensor) -> str:
+    """Return the name of a number that depends on how a parameter is divided, or ""; each rank would have its own."""
+    numbers: list[dict[str, float]] = []
+    for optimizer, own in ((whole, param), (in_pieces, piece)):
+        values = {**settings_of(optimizer.param_groups[0]), **optimizer.state[own]}
+        scalars = {name: value for name, value in values.items() if not isinstance(value, Tensor) or not value.dim()}
+        numbers.append({name: float(value) for name, value in scalars.items() if isinstance(value, NUMBERS)})
+    first, second = numbers
+    common = [name for name in first if name in second]
+    return next((name for name in common if not math.isclose(first[name], second[name], rel_tol=1e-5)), "")
+
+
+def _make(
+    optimizer: Callable[..., Optimizer],
+    group: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    rate: float | None,
+    params: list[nn.Parameter],
+) -> Optimizer:
+    """Return an optimizer of parameters; with another learning rate, if `rate` is given."""
+    return optimizer([{**_with_rate(rate, group), "params": params}], **_with_rate(rate, settings))
+
+
+def _with_rate(rate: float | None, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of the settings, with another learning rate if it is given and they have one."""
     # Copies: an optimizer may advance a tensor among them in place.
     copies = {name: value.clone() if isinstance(value, Tensor) else value for name, value in settings.items()}
-    return copies | {"lr": PROBED_RATE} if "lr" in settings else copies
+    return copies if rate is None or "lr" not in settings else {**copies, "lr": rate}

@@ -219,6 +219,32 @@ def test_the_settings_of_groups_are_loaded_into_what_a_captured_step_reads(tmp_p
     assert group["initial_lr"] == 0.5  # as a scheduler adds it
 
 
+def wrap_in_groups(*names_and_rates: tuple[str, float]) -> Wrapped:
+    model = ZeroDataParallel(nn.Linear(2, 3), Axis.trivial("data"), ZeroConfig(1))
+    groups = [{"params": [getattr(model.module, name)], "lr": rate} for name, rate in names_and_rates]
+    return model, ZeroOptimizer(model, torch.optim.AdamW, groups)
+
+
+def test_groups_are_known_by_their_parameters(tmp_path: Path):
+    train(saved := wrap_in_groups(("weight", 0.1), ("bias", 0.2)))
+    save(tmp_path / "saved", *saved)
+    loaded = wrap_in_groups(("bias", 0.3), ("weight", 0.4))
+    load(tmp_path / "saved", *loaded)
+    assert [group["lr"] for group in loaded[1].param_groups] == [0.2, 0.1]
+    assert train(loaded).equal(train(saved))
+
+
+def test_groups_with_other_parameters_are_refused(tmp_path: Path):
+    def wrap_blocks(first: int) -> Wrapped:
+        model = ZeroDataParallel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), Axis.trivial("data"), ZeroConfig(1))
+        params = list(model.module.parameters())
+        return model, ZeroOptimizer(model, torch.optim.SGD, [{"params": params[:first]}, {"params": params[first:]}])
+
+    save(tmp_path / "saved", *wrap_blocks(1))
+    with pytest.raises(ConfigError, match=r"parameters of group 0 of the optimizer: 2, such as 0\.bias; give it the"):
+        load(tmp_path / "saved", *wrap_blocks(2))
+
+
 class Coded(nn.Linear):
     """A layer with a buffer, and its values in a frozen parameter, which are pairs if the buffer is complex."""
 

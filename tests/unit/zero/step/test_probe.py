@@ -58,6 +58,35 @@ class MuonLike(torch.optim.Optimizer):
                 param.sub_(grad, alpha=group["lr"])
 
 
+class Adapting(torch.optim.Optimizer):
+    """SGD that multiplies its rate by a number of all gradients that it has seen, as D-Adaptation and Prodigy do."""
+
+    def __init__(self, params: Any, lr: float = 1.0, start: float = 1e-6):
+        super().__init__(params, {"lr": lr, "distance": start})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            params = [param for param in group["params"] if param.grad is not None]
+            group["distance"] *= 1 + sum(float(param.grad.abs().sum()) for param in params) / 1e3
+            for param in params:
+                param.sub_(param.grad, alpha=group["lr"] * group["distance"])
+
+
+class MeanDecay(torch.optim.Optimizer):
+    """SGD that decays weights by their mean."""
+
+    def __init__(self, params: Any, lr: float = 1.0, decay: float = 1e-2):
+        super().__init__(params, {"lr": lr, "decay": decay})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            mean = torch.stack([param.abs().mean() for param in group["params"]] or [torch.zeros(())]).mean()
+            for param in group["params"]:
+                param.sub_(param.grad + group["decay"] * mean, alpha=group["lr"])
+
+
 class WrongMuon(Muon):
     """A Muon that says that its matrices are elements."""
 
@@ -72,6 +101,9 @@ class WrongMuon(Muon):
         (MuonLike, {"normalizes": True, "lr": 0.0}, "is not element-wise"),
         (MuonLike, {"normalizes": True, "warmup": 30}, "is not element-wise"),
         (MuonLike, {"decomposes": True}, "cannot step flat pieces"),
+        (Adapting, {"lr": 1.0}, r"is not element-wise: .* in 2 pieces \(distance\)"),
+        (Adapting, {}, r"is not element-wise: .* in 2 pieces \(distance\)"),
+        (MeanDecay, {"lr": 1e-3}, "is not element-wise"),
         (torch.optim.Adafactor, {}, "is not element-wise"),
         (torch.optim.Muon, {}, "cannot step flat pieces"),
         (torch.optim.LBFGS, {}, "cannot step flat pieces"),
