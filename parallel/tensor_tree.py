@@ -2,6 +2,8 @@
 
 from collections import deque
 from collections.abc import Callable
+from copy import copy
+from dataclasses import fields, is_dataclass
 from enum import Enum
 from numbers import Number
 from types import ModuleType
@@ -49,10 +51,34 @@ def find_tensors(tree: Any) -> tuple[list[Tensor], bool]:
 
 
 def cast_floating_point(tree: Any, dtype: torch.dtype) -> Any:
-    """Return a tree of dictionaries, tuples and lists with its floating-point tensors in `dtype`."""
+    """Return a tree with its floating-point tensors in `dtype`.
+
+    It is searched through dictionaries, tuples, lists, and dataclasses. Dictionaries of other classes and dataclasses
+    stay the same objects if nothing in them changes, and else are copied.
+    """
+    changed: list[Tensor] = []
 
     def cast(item: Any) -> Any:
-        return item.to(dtype) if isinstance(item, Tensor) and item.is_floating_point() else item
+        if isinstance(item, Tensor):
+            if item.is_floating_point() and item.dtype is not dtype:
+                changed.append(item := item.to(dtype))
+            return item
+        if isinstance(item, dict):  # of a class of its own
+            return replaced(item, dict(item), type(item).__setitem__)
+        if is_dataclass(item) and not isinstance(item, type):
+            names = [field.name for field in fields(item) if hasattr(item, field.name)]
+            return replaced(item, {name: getattr(item, name) for name in names}, object.__setattr__)
+        return item
+
+    def replaced(item: Any, values: dict[Any, Any], assign: Callable[[Any, Any, Any], None]) -> Any:
+        num_changed = len(changed)
+        values = tree_map(cast, dict(values))
+        if len(changed) == num_changed:
+            return item
+        item = copy(item)
+        for name, value in values.items():
+            assign(item, name, value)
+        return item
 
     return tree_map(cast, tree)
 

@@ -101,7 +101,8 @@ class Engine(nn.Module):
     ):
         super().__init__()
         self.module, self.config, self.data, self.homes = module, config, data, homes
-        self._input_dtype = param_dtype if cast_forward_inputs else None
+        casts = cast_forward_inputs and param_dtype is not None
+        self._cast = partial(cast_floating_point, dtype=param_dtype or torch.float32) if casts else None
         own = assign_parameters(module, self._unit_names())
         self.extensions = Extensions(extensions)
         self.extensions.on_wrap(module, list(own))
@@ -204,8 +205,8 @@ class Engine(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
         self._hooks.begin()
-        if self._input_dtype is not None:
-            args, kwargs = cast_floating_point((args, kwargs), self._input_dtype)
+        if self._cast:
+            args, kwargs = self._cast((args, kwargs))
         return self.module(*args, **kwargs)
 
     @torch.no_grad()
@@ -227,7 +228,8 @@ class Engine(nn.Module):
     def register_forward_method(self, name: str, module: nn.Module | None = None) -> None:
         """Let a method of the module, or of `module` inside it, run by itself, as `forward` does.
 
-        Its parameters are unsharded while it runs and in its backward. Raises ValueError if `module` is not a part of
+        Its parameters are unsharded while it runs and in its backward, and its inputs are cast as those of the forward
+        are. Raises ValueError if `module` is not a part of
         this model, or has no such method. Modules that such a method calls need no registration.
         """
         owner = self.module if module is None else module
@@ -235,7 +237,7 @@ class Engine(nn.Module):
             raise ValueError(
                 f"{name} is not a method of a module of this model; the module is a {type(owner).__name__}"
             )
-        self._hooks.register_method(owner, name)
+        self._hooks.register_method(owner, name, self._cast)
 
     def accumulate(self, num_micro_batches: int | None = None) -> AbstractContextManager[None]:
         """Accumulate gradients over the backwards inside this context; the first one after it completes the step.

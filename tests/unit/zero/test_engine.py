@@ -52,6 +52,16 @@ def test_only_a_method_of_a_module_of_the_model_is_registered(name):
     model.register_forward_method("forward", model.module[0])
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_a_registered_method_is_called_with_is_cast_as_the_inputs_of_the_forward(stage):
+    model = ZeroDataParallel(two_layers(), DATA, ZeroConfig(stage), param_dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match="dtype"):
+        model.module(torch.ones(1, 4))
+    model.register_forward_method("forward")
+    assert model.module(torch.ones(1, 4)).dtype is torch.bfloat16
+    model.unwrap()
+
+
 def test_a_parameter_keeps_its_shape_and_its_type():
     model = wrapped(stage=2)
     weight = model.module[0].weight

@@ -16,6 +16,10 @@ from zero.core.units.unit import Unit, innermost_unit
 load_compiler()
 
 
+Cast = Callable[[tuple[tuple, dict]], tuple[tuple, dict]]
+"""A cast of what a function is called with."""
+
+
 class CallObserver(Protocol):
     """An observer of the calls of modules."""
 
@@ -34,14 +38,20 @@ class PersistentHooks:
     def __init__(self, begin_forward: Callable[[], None]):
         self.begin = torch.compiler.disable(begin_forward)
         self.handles: list[RemovableHandle] = []
+        self._methods: list[tuple[nn.Module, str]] = []
 
-    def register_method(self, module: nn.Module, name: str) -> None:
-        """Do nothing: whatever runs can read the parameters."""
+    def register_method(self, module: nn.Module, name: str, cast: Cast | None) -> None:
+        """Cast what a method is called with: whatever runs can read the parameters."""
+        if cast and not isinstance(vars(module).get(name), ForwardMethod):
+            setattr(module, name, ForwardMethod(module, name, lambda *_: None, lambda _: None, cast))
+            self._methods.append((module, name))
 
     def remove(self) -> None:
-        """Remove all hooks."""
+        """Remove all hooks and registered methods."""
         for handle in self.handles:
             handle.remove()
+        while self._methods:
+            delattr(*self._methods.pop())
 
 
 class ModuleHooks:
@@ -78,14 +88,14 @@ class ModuleHooks:
         self._observer.end_abandoned_calls()
         run_first(self._root, self._before_root)
 
-    def register_method(self, module: nn.Module, name: str) -> None:
-        """Treat a call of a method like a call of the module."""
+    def register_method(self, module: nn.Module, name: str, cast: Cast | None) -> None:
+        """Treat a call of a method like a call of the module, and cast what it is called with."""
         if isinstance(vars(module).get(name), ForwardMethod):
             return
         unit = self._unit_of[module]
         before = partial(self._observer.before_forward, unit, module)
         after = partial(self._observer.after_forward, unit, module)
-        setattr(module, name, ForwardMethod(module, name, before, after))
+        setattr(module, name, ForwardMethod(module, name, before, after, cast))
         self._methods.append((module, name))
 
     def remove(self) -> None:
@@ -149,14 +159,21 @@ class ForwardMethod:
     """A method of a module that runs as its forward does; in a copy of the module, the method as its class has it."""
 
     def __init__(
-        self, module: nn.Module, name: str, before: Callable[[tuple, dict], None], after: Callable[[Any], None]
+        self,
+        module: nn.Module,
+        name: str,
+        before: Callable[[tuple, dict], None],
+        after: Callable[[Any], None],
+        cast: Cast | None,
     ):
-        self._module, self._name = module, name
+        self._module, self._name, self._cast = module, name, cast
         self._before, self._after = torch.compiler.disable(before), torch.compiler.disable(after)
         self._method = getattr(module, name)
         wraps(self._method)(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._cast:
+            args, kwargs = self._cast((args, kwargs))
         self._before(args, kwargs)
         output = None
         try:

@@ -1,12 +1,14 @@
 """The tensors that a module takes and returns are found in whatever holds them, or their holder is reported."""
 
-from collections import namedtuple
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from parallel.tensor_tree import MAX_OBJECTS, find_tensors
+from parallel.tensor_tree import MAX_OBJECTS, cast_floating_point, find_tensors
 
 Pair = namedtuple("Pair", "x y")
 
@@ -21,6 +23,16 @@ class Slotted:
 
     def __init__(self, x: Tensor):
         self.x = x
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    x: Any
+    rest: Any = None
+
+
+class Named(OrderedDict):
+    pass
 
 
 X, Y = torch.zeros(2), torch.ones(2)
@@ -41,3 +53,15 @@ def test_what_may_hide_tensors_is_reported(hidden):
     tensors, is_complete = find_tensors((Y, hidden))
     assert id(Y) in map(id, tensors)
     assert not is_complete
+
+
+def test_floating_point_tensors_are_cast_in_containers_and_dataclasses():
+    numbers = torch.tensor([1, 2])
+    tree = [{"a": X}, Pair(Y, 1), Frozen([X], numbers), Named(a=Frozen(X)), numbers]
+    cast: Any = cast_floating_point(tree, torch.bfloat16)
+    found = [tensor.dtype for tensor in find_tensors(cast)[0]]
+    assert sorted(map(str, found)) == ["torch.bfloat16"] * 4 + ["torch.int64"]
+    assert [type(item) for item in cast] == [type(item) for item in tree]
+    assert tree[2].x[0] is X
+    kept = [Frozen([1, numbers]), Named(a=Frozen(numbers))]
+    assert all(new is old for new, old in zip(cast_floating_point(kept, torch.bfloat16), kept, strict=True))
