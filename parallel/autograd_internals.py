@@ -122,14 +122,22 @@ def outside_of_transforms(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def run_first(module: nn.Module, handle: RemovableHandle) -> None:
-    """Make a forward pre-hook the first one of its module: a hook that was put before it runs after it."""
+    """Make a forward pre-hook the first one of its module: a hook that was put before it runs after it.
+
+    Raises RuntimeError if the module no longer has it.
+    """
+    if handle.id not in module._forward_pre_hooks:
+        raise RuntimeError(
+            f"a {type(module).__name__} inside ZeroDataParallel has lost the hooks that gather its parameters; remove "
+            "hooks by the handle that registering them has returned"
+        )
     if next(iter(module._forward_pre_hooks)) != handle.id:
         module._forward_pre_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
 
 
 def run_last(module: nn.Module, handle: RemovableHandle) -> None:
     """Make a forward hook the last one of its module: a hook that was registered after it runs before it."""
-    if next(reversed(module._forward_hooks)) != handle.id:
+    if handle.id in module._forward_hooks and next(reversed(module._forward_hooks)) != handle.id:
         module._forward_hooks.move_to_end(handle.id)  # type: ignore[attr-defined]
 
 

@@ -1,6 +1,7 @@
 """The engine as users wrap a module in it: with what settings choose, and with torch's state dicts."""
 
 import logging
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
@@ -26,6 +27,8 @@ from zero.settings.config import NO_OFFLOAD, OffloadConfig, ZeroConfig
 if TYPE_CHECKING:
     from zero.checkpoint.state_dicts.chunked_tensor import ChunkedTensor, ParameterChunks
 
+WARNED_NUMEL = 2**20  # elements of a model that is gathered as a whole
+
 logger = logging.getLogger(__name__)
 
 
@@ -49,6 +52,7 @@ class ZeroDataParallel(Engine):
     config: ZeroConfig
     guard_class = AnyModule
 
+    @torch.inference_mode(False)
     def __init__(
         self,
         module: nn.Module,
@@ -83,6 +87,13 @@ class ZeroDataParallel(Engine):
         )
         refuse = Hook(_refuse_replacing)
         self.end_with_engine(part.register_load_state_dict_pre_hook(refuse) for part in module.modules())
+        transient = sum(unit.transient_numel for unit in self.units.values())
+        if config.units is None and len(self.units) == 1 and transient > WARNED_NUMEL:
+            warnings.warn(
+                f"stage 3 gathers all of a {type(module).__name__} at once, {transient} elements, since it has no "
+                "module list; name the modules to gather at a time, as ZeroConfig(3, units=('layers.*',))",
+                stacklevel=3,
+            )
 
     def named_modules(self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True) -> Any:
         """Iterate over modules; names of parameters are those that the module inside this one gives them."""

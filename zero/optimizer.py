@@ -5,11 +5,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from parallel.mesh import Axis
+from parallel.tensor.split_parameters import split_dims
 from parallel.validation.errors import ConfigError
 from zero.core.optimizer import ShardedOptimizer
 from zero.core.step.given import Given, Optimizers
 from zero.core.step.grad_norm import GradNorm
 from zero.data_parallel import ZeroDataParallel
+from zero.extensions.hashes import bit_sum
 
 if TYPE_CHECKING:
     from zero.checkpoint.state_dicts.chunked_tensor import ParameterChunks
@@ -55,6 +58,7 @@ class ZeroOptimizer(ShardedOptimizer):
         return cls(model, [plain], **settings)
 
     def _given(self, optimizer: Optimizers, groups: Iterable[Any] | None, settings: Mapping[str, Any]) -> list[Given]:
+        check_replicated(self._model, self.tensor)
         given = super()._given(optimizer, groups, settings)
         if any("update" in group for one in given for group in one.groups):
             from zero.updates.adamw_groups import without_adamw_groups
@@ -102,3 +106,27 @@ class ZeroOptimizer(ShardedOptimizer):
                     f"cannot divide; {REMEDY}"
                 )
         return self._model.parameter_chunks()
+
+
+def check_replicated(model: ZeroDataParallel, tensor: Axis) -> None:
+    """Raise ConfigError on all ranks if a parameter differs along the tensor axis, and no module lists it as split.
+
+    The norm and the decision to skip a step would be those of the first rank's.
+    """
+    if not tensor.has_peers:
+        return
+    split = split_dims(model.module)
+    numbers = {name: n for n, (name, _) in enumerate(model.module.named_parameters()) if name not in split}
+    sums = torch.zeros(1 + max(numbers.values(), default=0), dtype=torch.int64)
+    for _, own, master in model.slices():
+        if own.span.name in numbers:
+            sums[numbers[own.span.name]] += bit_sum(master).to(sums.device)
+    of_ranks = tensor.gather_by_rank(sums.to(tensor.communication_device(sums)))
+    differs = of_ranks.ne(of_ranks[0]).any(dim=0).long()
+    model.data.all_reduce(differs, out=differs).wait()
+    found = [name for name, number in numbers.items() if differs[number]]
+    if found:
+        raise ConfigError(
+            f"{len(found)} parameters, such as {found[0]}, differ along the axis `tensor` of ZeroOptimizer and are not "
+            "declared; list them in the `split_dims` of their module, or give all ranks the same values"
+        )

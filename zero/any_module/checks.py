@@ -37,6 +37,7 @@ REFUSED_PARAMETERS: dict[Callable[[Tensor], bool], str] = {
         "`full_tensor()` of a DTensor or `dequantize()`, or register the inner tensors of a frozen one as buffers"
     ),
     Tensor.is_complex: IS_COMPLEX,
+    Tensor.is_inference: "was made in torch.inference_mode, and cannot be trained; build the module outside of it",
     lambda param: param.grad is not None: "has a gradient from before it is wrapped; call `module.zero_grad()` first",
 }
 """What a parameter must not be, in the order of the checks, and the reason."""
@@ -51,7 +52,7 @@ def check_module(module: nn.Module, data: Axis) -> None:
         for is_refused, reason in REFUSED_PARAMETERS.items():
             if is_refused(param):
                 raise ConfigError(f"{name} {reason.format(kind=type(param).__name__, dtype=param.dtype)}")
-    _check_storages(dict(module.named_parameters()), dict(module.named_buffers()))
+    _check_storages(dict(module.named_parameters()), {**dict(module.named_buffers()), **_plain_attributes(module)})
     for name, submodule in module.named_modules():
         is_embedding = isinstance(submodule, (nn.Embedding, nn.EmbeddingBag))
         if data.size > 1 and is_embedding and submodule.max_norm is not None:
@@ -71,14 +72,24 @@ def refuse_scripted(module: nn.Module) -> None:
             )
 
 
-def _check_storages(params: dict[str, nn.Parameter], buffers: dict[str, Tensor]) -> None:
-    """Raise ValueError if a parameter shares elements with another parameter or a buffer.
+def _plain_attributes(module: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors that are attributes of modules, and neither parameters nor buffers."""
+    return {
+        f"{prefix}.{name}" if prefix else name: value
+        for prefix, submodule in module.named_modules()
+        for name, value in vars(submodule).items()
+        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and not value.is_meta
+    }
+
+
+def _check_storages(params: dict[str, nn.Parameter], others: dict[str, Tensor]) -> None:
+    """Raise ValueError if a parameter shares elements with another parameter, or with one of the `others`.
 
     Its values move to a flat buffer, and the other one would keep the old ones. Parts of one storage, such as the
     columns of a fused matrix, share no element.
     """
     by_storage: defaultdict[int, dict[str, np.ndarray]] = defaultdict(dict)
-    for name, tensor in (*params.items(), *buffers.items()):
+    for name, tensor in (*params.items(), *others.items()):
         if tensor.layout is torch.strided and tensor.numel():
             by_storage[storage_id(tensor.untyped_storage())][name] = _place(tensor)
     for places in by_storage.values():

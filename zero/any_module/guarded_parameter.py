@@ -76,11 +76,6 @@ class AnyModule(ParameterGuard):
         self._parts: list[int] = []  # what the structure was in the last step
         self._warned: set[nn.Parameter] = set()  # added parameters
 
-    @property
-    def holds_gradients(self) -> bool:
-        """True if gradients have arrived since the last update, reduced or not."""
-        return not all(gradients.is_empty for gradients in self.gradients)
-
     def guard(self, param: nn.Parameter) -> None:
         """Make a parameter readable."""
         self._set_class(param, GuardedParameter)
@@ -230,6 +225,16 @@ class GuardedParameter(nn.Parameter):
                 "`model.unwrap()` it, change the module, and wrap it again"
             )
         self.zero_guard.reads.replace(self, values)
+
+    def set_(self, source: Any = None, *others: Any) -> Any:
+        """Replace the values by those of another tensor; return the parameter."""
+        if not isinstance(source, Tensor) or others:
+            raise ValueError(
+                f"{self.zero_name} is inside ZeroDataParallel and cannot be set to a storage; copy values to it, or "
+                "`model.unwrap()` it first"
+            )
+        self.data = source.detach()
+        return self
 
     @property
     def requires_grad(self) -> bool:

@@ -9,6 +9,7 @@ import logging
 import math
 import re
 import secrets
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,12 @@ class Saver(CheckpointWriter):
         `extra` is kept as JSON, the first rank's: the step, the state of a scheduler or a sampler. Raises SaveError on
         all ranks if the save before this one has failed, and ValueError if `extra` would not be the same after loading.
         """
+        if self._state.optimizer is not None and self._state.model.guard.holds_gradients:
+            warnings.warn(
+                "a checkpoint has no gradients: those of the micro-batches before this save are not in it; save after "
+                "`optimizer.step()`",
+                stacklevel=3,
+            )
         extra = dict(extra or {})
         _check_json(extra, "extra")
         self.wait()

@@ -168,7 +168,7 @@ class LaunchOrder(Extension):
             # Two numbers and not one of each rank: this is done before each launch of a step.
             highest = torch.empty_like(own)
             self._data.all_reduce(own, out=highest, op=dist.ReduceOp.MAX).wait()
-            if not highest.sum().item():
+            if not sum(highest.tolist()):
                 return
             items = self._data.gather_by_rank(own[0])
         for rank, other in enumerate(items.tolist()):

@@ -112,8 +112,8 @@ def matrices_of(
     """Return the matrices of one parameter, in the order in which they are packed.
 
     `shape` is the shape of this tensor rank's part, `split_dim` the dim along which the parts of `tensor_size` ranks
-    are put together: not those of single repetitions, which are whole on each rank. Raises ConfigError if the parameter
-    is not a matrix, or the rows are not whole repetitions.
+    are put together: not those of single repetitions, which are whole on each rank. A parameter without elements has no
+    matrix. Raises ConfigError if the parameter is not a matrix, or the rows are not whole repetitions.
     """
     if len(shape) != 2:
         raise ConfigError(
@@ -121,6 +121,8 @@ def matrices_of(
             "optimizer of the list, such as AdamW"
         )
     num_rows, columns = shape
+    if not num_rows * columns:
+        return []
     numbers = list(packed_rows or [num_rows])
     period = sum(numbers)
     if not period or num_rows % period:

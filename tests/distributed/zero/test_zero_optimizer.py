@@ -242,6 +242,24 @@ def test_an_optimizer_changes_mode_in_half_precision(tmp_path):
     run_ranks(2, check_modes_in_half_precision, tmp_path)
 
 
+def check_that_undeclared_parts_are_refused() -> None:
+    mesh = Mesh.create(tensor_size=2)
+    for stage in (1, 3):
+        module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        for param in module.parameters():
+            nn.init.constant_(param, 0.5)
+        module[1].bias.data[0] = mesh.tensor.rank  # owned by the first data rank
+        model = ZeroDataParallel(module, mesh.data, ZeroConfig(stage))
+        with pytest.raises(ConfigError, match=r"^1 parameters, such as 1\.bias, differ along the axis `tensor`"):
+            ZeroOptimizer(model, torch.optim.SGD, tensor=mesh.tensor)
+        module[1].split_dims = {"bias": 0}
+        ZeroOptimizer(model, torch.optim.SGD, tensor=mesh.tensor)
+
+
+def test_parameters_that_differ_along_the_tensor_axis_are_refused_unless_they_are_declared():
+    run_ranks(4, check_that_undeclared_parts_are_refused)
+
+
 def test_an_argument_of_another_class_is_refused_by_name(tmp_path):
     axis, config = Axis.trivial("data"), ZeroConfig()
     module = nn.Linear(4, 4)

@@ -3,7 +3,9 @@
 import copy
 import gc
 import pickle
+import warnings
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -60,6 +62,35 @@ def test_what_a_registered_method_is_called_with_is_cast_as_the_inputs_of_the_fo
     model.register_forward_method("forward")
     assert model.module(torch.ones(1, 4)).dtype is torch.bfloat16
     model.unwrap()
+
+
+def test_a_model_that_is_wrapped_in_inference_mode_is_trained():
+    module = two_layers()
+    with torch.inference_mode():
+        model = ZeroDataParallel(module, DATA, ZeroConfig(3))
+    optimizer = ZeroOptimizer(model, torch.optim.SGD, lr=0.1)
+    model(torch.ones(1, 4)).sum().backward()
+    assert optimizer.step() > 0
+    with torch.inference_mode(), pytest.raises(ConfigError, match=r"^0\.weight was made in torch\.inference_mode"):
+        ZeroDataParallel(two_layers(), DATA, ZeroConfig(2))
+
+
+def test_hooks_that_others_have_removed_are_missed_at_once():
+    model = wrapped()
+    model.module._forward_pre_hooks.clear()
+    with pytest.raises(RuntimeError, match="a Sequential inside ZeroDataParallel has lost the hooks"):
+        model(torch.ones(1, 4))
+
+
+@pytest.mark.parametrize(("stage", "units", "warns"), [(3, None, True), (3, ("0",), False), (2, None, False)])
+def test_a_large_model_that_is_gathered_at_once_warns(stage: int, units: Any, warns: bool):
+    module = nn.Sequential(nn.Linear(1100, 1000))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ZeroDataParallel(module, DATA, ZeroConfig(stage, units=units))
+    assert [(w.filename, "gathers all of a Sequential at once" in str(w.message)) for w in caught] == [
+        (__file__, True)
+    ] * warns
 
 
 def test_a_parameter_keeps_its_shape_and_its_type():

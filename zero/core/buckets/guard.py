@@ -44,6 +44,11 @@ class ParameterGuard:
         self.exposed: set[nn.Parameter] = set()  # those whose `.data` has been read
         self.replaced: set[nn.Parameter] = set()  # those that refer to memory of their own: [Note: replacing] in flat
 
+    @property
+    def holds_gradients(self) -> bool:
+        """True if gradients have arrived since the last update, reduced or not."""
+        return not all(gradients.is_empty for gradients in self.gradients)
+
     def guard(self, param: nn.Parameter) -> None:
         """Note that a parameter is readable."""
 

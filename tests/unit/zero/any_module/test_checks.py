@@ -66,6 +66,7 @@ REFUSED: dict[str, tuple[Callable[[Pair], object], str]] = {
     "other dtype": (lambda pair: setattr(pair, "b", nn.Parameter(pair.a.data.view(torch.float16))), "^a and b are"),
     "overlapping rows": (lambda pair: set_data(pair, FUSED.view(8, 4)[:4], FUSED.view(8, 4)[3:7]), "^a and b are"),
     "overlapping columns": (lambda pair: set_data(pair, FUSED[:, :4], FUSED[:, 3:7]), "^a and b are"),
+    "an attribute": (lambda pair: setattr(pair, "kept", pair.b.detach().t()), "^b and kept are views of the same"),
     "a buffer": (lambda pair: pair.register_buffer("row", pair.b.data[1]), "^b and row are"),
     "complex": (lambda pair: pair.add_module("rotary", nn.ParameterDict({"phase": COMPLEX})), AS_PAIRS),
     "complex and frozen": (

@@ -3,8 +3,10 @@
 import copy
 import warnings
 
+import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import register_parametrization, remove_parametrizations
 
 from parallel.mesh import Axis
 from zero.data_parallel import ZeroDataParallel
@@ -73,3 +75,24 @@ def test_data_that_is_set_to_itself_is_not_written():
     version = weight._version
     weight.data = weight
     assert weight._version == version
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_parametrizations_that_are_removed_leave_what_they_computed(stage: int):
+    """Torch sets the storage of the parameter, which is then trained on."""
+    model = wrapped(stage)
+    layer, optimizer = model.module[1], ZeroOptimizer(model, torch.optim.SGD, lr=0.1)
+    with model.gathered():
+        register_parametrization(layer, "bias", nn.Tanh())
+        expected = layer.bias.detach().clone()
+        remove_parametrizations(layer, "bias")
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    with model.gathered():
+        torch.testing.assert_close(layer.bias.detach(), expected - 0.1)
+
+
+def test_a_parameter_is_not_set_to_a_storage():
+    model = wrapped()
+    with pytest.raises(ValueError, match="cannot be set to a storage; copy values to it"):
+        model.module[0].weight.set_(torch.zeros(16).untyped_storage())

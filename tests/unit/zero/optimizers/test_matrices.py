@@ -41,6 +41,10 @@ def test_what_is_no_matrix_is_refused():
         matrices_of("qkv", (8, 4), 0, (1, 2))
 
 
+def test_a_parameter_without_elements_has_no_matrix():
+    assert matrices_of("empty", (0, 4), 0) == matrices_of("empty", (4, 0), 0, (1, 1)) == []
+
+
 def gpt2_xl() -> list[Matrix]:
     """Return the matrices of GPT-2 1.5B."""
     found = []

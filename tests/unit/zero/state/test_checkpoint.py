@@ -1,6 +1,7 @@
 """Folders that a module is saved to: complete or as before, refused if damaged, never at the cost of other files."""
 
 import shutil
+import warnings
 from collections import Counter
 from pathlib import Path
 from threading import Event
@@ -217,6 +218,19 @@ def test_the_settings_of_groups_are_loaded_into_what_a_captured_step_reads(tmp_p
     assert rate == 0.25
     assert group["betas"] == (0.5, 0.75)
     assert group["initial_lr"] == 0.5  # as a scheduler adds it
+
+
+def test_a_save_between_micro_batches_warns_that_it_has_no_gradients(tmp_path: Path):
+    model, optimizer = wrap()
+    with model.accumulate():
+        model(torch.ones(1, 2)).sum().backward()
+    with pytest.warns(UserWarning, match="those of the micro-batches before this save are not in it"):
+        save(tmp_path / "saved", model, optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        save(tmp_path / "saved", model)  # the weights alone
+        optimizer.zero_grad()
+        save(tmp_path / "saved", model, optimizer)
 
 
 def wrap_in_groups(*names_and_rates: tuple[str, float]) -> Wrapped:
