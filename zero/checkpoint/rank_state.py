@@ -225,7 +225,8 @@ def damaged_on_all(mesh: Mesh, read: Callable[[], T]) -> T:
 def check_same(mesh: Mesh, number: int, checkpoint: Path) -> None:
     """Raise ConfigError unless all ranks have read the same `number` in the checkpoint of this path."""
     for axis in (mesh.tensor, mesh.data):
-        if axis.min_over_ranks(number) != -axis.min_over_ranks(-number):
+        own = torch.tensor(number)
+        if axis.has_peers and (axis.gather_by_rank(own.to(axis.communication_device(own))) != number).any():
             raise ConfigError(
                 f"the ranks find different checkpoints in {checkpoint}, as on disks of their own or by a stale mount; "
                 "put it on a file system that all nodes share"

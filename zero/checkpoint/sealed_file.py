@@ -22,6 +22,7 @@ from parallel.validation.paths import remove
 from zero.checkpoint.schema import Schema, parse_json
 
 CHUNK_BYTES, MIN_WRITE_BACK_BYTES = 2**24, 2**20
+VERIFIED_BYTES = 2**20  # that are read and hashed at once: they stay in a processor's cache
 SYNC_FILE_RANGE_WRITE = 2  # in linux/fs.h
 NO_ROOM = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
 NO_CHECKSUM = "0" * 8
@@ -66,7 +67,7 @@ def verify(path: Path, on_chunk: Callable[[], None] = lambda: None) -> Seal:
     Raises DamageError if it cannot be read, or is not as it was written.
     """
     checksum, total_bytes, expected = 0, 0, None
-    buffer = bytearray(CHUNK_BYTES)
+    buffer = bytearray(VERIFIED_BYTES)
     try:
         with path.open("rb", buffering=0) as file:
             while num_bytes := file.readinto(buffer):
