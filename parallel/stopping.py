@@ -13,6 +13,7 @@ The ranks agree in the same way on a step after which they save, when the first 
 ago. It is the step after the highest one reported: so every rank knows it before it begins that step.
 """
 
+import atexit
 import os
 import select
 import signal
@@ -147,7 +148,7 @@ class Stopping:
         # Python runs them between bytecodes, which a main thread in a collective does not reach. The interpreter writes
         # each signal's number to the pipe at once, also during a collective.
         wakeup_before = signal.set_wakeup_fd(sending, warn_on_full_buffer=False)
-        # A launcher holds warnings back until now, and from the end of this block on.
+        # A launcher holds warnings back until now; after this block they do nothing any more.
         mask_before = signal.pthread_sigmask(signal.SIG_UNBLOCK, WARNINGS)
         ended = threading.Event()
         thread = threading.Thread(target=self._watch, args=(receiving, ended), daemon=True)
@@ -157,10 +158,9 @@ class Stopping:
         finally:
             # In the reverse order: signals are no longer written to the pipe when the handlers change, and the thread
             # that reads the pipe has ended before the pipe is closed.
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask_before)
             signal.set_wakeup_fd(wakeup_before)
             for number, handler in before.items():
-                signal.signal(number, handler or signal.SIG_DFL)
+                signal.signal(number, signal.SIG_IGN if number in mask_before else handler or signal.SIG_DFL)
             ended.set()
             thread.join()
             os.close(receiving)
@@ -237,6 +237,7 @@ def take_warnings(handler: Callable[[int], object]) -> None:
     is_term_ignored = signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
     for number in (*WARNINGS, *[signal.SIGTERM] * is_term_ignored):
         signal.signal(number, lambda received, _frame: handler(received))
+    atexit.register(signal.signal, signal.SIGUSR1, signal.SIG_IGN)  # Python, as it ends, lets it end the process
     # What this thread blocks is not lost: ranks inherit it, and threads without it, or the next one, receive it.
     signal.pthread_sigmask(signal.SIG_BLOCK, WARNINGS)
 

@@ -80,13 +80,12 @@ class Heart:
     def begin_step(self) -> None:
         self._step_times.append(self.clock())
 
-    def patience(self, hang_seconds: float) -> float:
-        """Return the seconds without progress that are a hang: fewer once the time of a step is known."""
+    def patience(self, least: float, most: float) -> float:
+        """Return the seconds without progress that are a hang: at most `most`, and less if the steps are known."""
         times = list(self._step_times)
         if len(times) <= NUM_STEPS:
-            return hang_seconds
-        step_seconds = median(later - earlier for earlier, later in pairwise(times))
-        return min(hang_seconds, max(shortest_patience(hang_seconds), STEPS_PER_HANG * step_seconds))
+            return most
+        return min(most, max(least, STEPS_PER_HANG * median(after - before for before, after in pairwise(times))))
 
     def _progress_of_log(self) -> CommProgress:
         with suppress(RuntimeError):  # a device that has failed, as by an illegal access, makes no more progress
@@ -106,10 +105,6 @@ class Heart:
         counts = now.num_launched, now.num_reached, now.num_complete
         heartbeat = Heartbeat(self._tick, idle_seconds, *counts, str(now.next or "none"))
         self.store.set(f"watch/{self.rank}", json.dumps(asdict(heartbeat)))
-
-
-def shortest_patience(hang_seconds: float) -> float:
-    return max(LEAST_SHARE * hang_seconds, min(hang_seconds, LEAST_SECONDS))
 
 
 class Watchdog:
@@ -133,14 +128,18 @@ class Watchdog:
     ):
         self._heart = Heart(store, rank, log, clock)
         self._store, self._size, self._on_abort = store, size, on_abort
-        self._most_seconds, self._poll_seconds = hang_seconds, shortest_patience(hang_seconds) / POLLS_PER_HANG
+        self._most_seconds, self._least_seconds = (
+            hang_seconds,
+            max(LEAST_SHARE * hang_seconds, min(hang_seconds, LEAST_SECONDS)),
+        )
+        self._poll_seconds = self._least_seconds / POLLS_PER_HANG
         self._waiting_since = math.inf  # for another rank to report
         self.beat = self._heart.beat  # records progress other than a collective; may be called from any thread
         self.begin_step = self._heart.begin_step
 
     @property
     def _hang_seconds(self) -> float:
-        return self._heart.patience(self._most_seconds)
+        return self._heart.patience(self._least_seconds, self._most_seconds)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -193,7 +192,7 @@ class Watchdog:
             if ended.wait(self._poll_seconds):
                 return
             self._heart.write()
-        if verdict := describe_hang(before, self._heartbeats(), self._hang_seconds, self._size, self._most_seconds):
+        if verdict := describe_hang(before, self._heartbeats(), self._hang_seconds, self._size):
             # The verdict is set before this process ends, so that the other ranks end with the same reason.
             self._store.set("watch/verdict", json.dumps(asdict(verdict)))
             self._end(verdict, prints=True)
@@ -223,15 +222,11 @@ class Watchdog:
 
 
 def describe_hang(
-    before: Mapping[int, Heartbeat],
-    after: Mapping[int, Heartbeat],
-    hang_seconds: float,
-    size: int,
-    setting: float | None = None,
+    before: Mapping[int, Heartbeat], after: Mapping[int, Heartbeat], hang_seconds: float, size: int
 ) -> Verdict | None:
     """Return the verdict that names the ranks that hang; None if a rank still makes progress.
 
-    `before` and `after` are the heartbeats of all ranks, read a few polls apart; `setting` is what the user has given.
+    `before` and `after` are the heartbeats of all ranks, read a few polls apart.
     """
     silent = [rank for rank in range(size) if rank not in after or before.get(rank) == after[rank]]
     alive = {rank: heartbeat for rank, heartbeat in after.items() if rank not in silent}
@@ -245,7 +240,7 @@ def describe_hang(
         what = f"has made no progress for {hang_seconds:g} s"
     found = "; ".join(f"rank {rank} {what}: {_describe(after.get(rank))}" for rank in culprits[:4])
     more = f"; and {len(culprits) - 4} more ranks" if len(culprits) > 4 else ""
-    return Verdict(f"{found}{more}; the job ends (run.hang_seconds={setting or hang_seconds:g})", len(alive))
+    return Verdict(f"{found}{more}; the job ends (run.hang_seconds)", len(alive))
 
 
 def _describe(heartbeat: Heartbeat | None) -> str:

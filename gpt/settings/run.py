@@ -102,8 +102,8 @@ class RunSettings:
     """auto: train on GPUs, or on CPUs if the node has no GPU; cpu: train on CPUs, also if it has GPUs."""
     hang_seconds: Annotated[float, Range(0, 1e7)] = 600.0
     """If no rank makes progress for this many seconds, the rank that holds up the others is named, each rank writes its
-    last collectives to run.dir/hang, and the job ends. A collective that takes three times as long, and 10 minutes,
-    fails by itself. 0: wait forever."""
+    last collectives to run.dir/hang, and the job ends. After five steps for 0.3 of them, but at least for 180 s and
+    ten steps. A collective that takes three times as long, and 10 minutes, fails by itself. 0: wait forever."""
     tensorboard: bool = False
     """Also write the metrics for TensorBoard, to run.dir/tensorboard."""
 

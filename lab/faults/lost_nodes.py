@@ -66,7 +66,8 @@ def launch(
 ) -> Job:
     """Launch a run elastically, by an agent on each node, with so many ranks on each."""
     names = ",".join(node.address for node in nodes)
-    own = ["--nodes", names, f"--num_ranks={num_ranks}", f"--min_nodes={min_nodes}", "--wait=60", "--"]
+    own = ["--nodes", names, f"--num_ranks={num_ranks}", f"--min_nodes={min_nodes}", "--wait=60"]
+    own += [f"--no_arbiter={int(min_nodes == 1)}", "--"]  # of two nodes, one goes on
     program = ["pretrain_gpt.py", *as_options(settings | {"run.dir": run_dir})]
     words = [sys.executable, "-m", "gpt.elastic", *own, *program]
     commands = {node.name: node.command(words, "mount -t tmpfs tmpfs /dev/shm") for node in nodes}

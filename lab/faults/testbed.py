@@ -97,11 +97,11 @@ def joined_nodes(num_nodes: int = 2) -> Iterator[list[Node]]:
 def launch_on(nodes: list[Node], ranks_per_node: int, *words: str) -> str:
     """Start the ranks of a module on all nodes, and return what they print. Raises RuntimeError if one fails."""
     launch = [sys.executable, "-m", "parallel.launch", f"--nnodes={len(nodes)}", f"--nproc-per-node={ranks_per_node}"]
-    launch += ["--rdzv-backend=c10d", f"--rdzv-endpoint={nodes[0].address}:29400"]
+    launch += [f"--master-addr={nodes[0].address}", "--master-port=29400"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "e0"}
     running = []
     for node in nodes:
-        where = [f"--rdzv-conf=is_host={int(node is nodes[0])}", f"--local-addr={node.address}", "-m"]
+        where = [f"--node-rank={nodes.index(node)}", f"--local-addr={node.address}", "-m"]
         command = node.command([*launch, *where, *words])
         running.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True))
     said = [process.communicate()[0] for process in running]

@@ -9,6 +9,7 @@ file for dry runs and the planner.
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -18,9 +19,10 @@ from lab.measure.cluster import ClusterSpec
 from lab.measure.device_kernels import DeviceKernels
 from lab.measure.health import describe_link, slow_devices, slow_links
 from lab.measure.measured_cluster import ACROSS, INSIDE, Measured, cluster_of, reserved_bytes, write_cluster
-from parallel.launch.node_facts import Job
-from parallel.launch.preflight import check_ranks, split_words
+from parallel.launch.node_facts import Job, NodeFacts, find_facts, find_problems
+from parallel.launch.preflight import refuse, split_words
 from parallel.mesh import Mesh
+from parallel.store import Decisions
 from parallel.world import World, exit_as_rank, start_world
 
 
@@ -36,6 +38,16 @@ def check_and_measure(options: argparse.Namespace, arguments: Sequence[str]) -> 
             spec = cluster_of(by_rank, world, options.name)
             write_cluster(spec, Path(options.write), sorted({measured.rates.node for measured in by_rank}))
             sys.stdout.write(f"{options.write} has these rates, for --dry_run.cluster and the planner\n")
+
+
+def check_ranks(world: World, job: Job) -> None:
+    """Compare the nodes of a started job, each represented by its first rank. Raises ConfigError on all ranks."""
+    own = asdict(find_facts(job)) if world.local_rank == 0 else None
+    refuse(
+        Decisions(world.rank, world.size).decide(
+            own, lambda by_rank: find_problems([NodeFacts(**facts) for facts in by_rank if facts])
+        )
+    )
 
 
 def measure(world: World, tensor_size: int | None) -> Measured:

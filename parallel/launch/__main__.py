@@ -41,23 +41,16 @@ def main(arguments: list[str]) -> int:
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     except SignalException as error:
         # torchrun has waited for the ranks, unless a second signal has interrupted it.
-        kill_children()
+        pass_on(signal.SIGKILL)
         return 128 + error.sigval
     return 0
 
 
 def pass_on(number: int) -> None:
-    """Send a signal to the ranks."""
+    """Send a signal to the ranks; SIGKILL to all processes of each, which is the leader of its own process group."""
     for child in children():
         with suppress(ProcessLookupError):
-            os.kill(child, number)
-
-
-def kill_children() -> None:
-    """Kill the ranks that still run. Each is the leader of its own process group."""
-    for child in children():
-        with suppress(ProcessLookupError):
-            os.killpg(child, signal.SIGKILL)
+            (os.killpg if number == signal.SIGKILL else os.kill)(child, number)
 
 
 def children() -> Iterator[int]:

@@ -40,8 +40,8 @@ from parallel.launch.membership import (
     start_to_join,
     with_newer_start,
 )
-from parallel.launch.node_facts import MARK_SECONDS, Job, NodeFacts, find_facts, find_problems, marked
-from parallel.launch.peers import Peers, arbitrate
+from parallel.launch.node_facts import NodeFacts, find_facts, find_problems
+from parallel.launch.peers import Peers
 from parallel.launch.preflight import DescribeJob, split_words
 from parallel.launch.route import find_route, resolve
 from parallel.process_defaults import raise_file_limit
@@ -51,7 +51,7 @@ from parallel.world import LAUNCH_VARIABLE, NOTES_VARIABLE, STEP_NOTE, UNFINISHE
 
 POLL_SECONDS = 0.25
 NODES_PER_POLL = 128  # so many are asked in that time while all is well: the leader of more asks them less often
-ARBITER_SECONDS = 20.0  # in which the arbiter must answer before the first start; without an answer there is none
+ARBITER_SECONDS = 20.0  # in which the arbiter must answer before the first start, or there is none in this launch
 MINORITY_SECONDS = SILENT_SECONDS + 6.0  # after which less than half of the members ask it: the others come first
 JOIN_SECONDS = 30.0  # in which a member must begin a start that the leader has published
 END_SECONDS = 10.0  # for which an ended agent tells the others, at most
@@ -70,20 +70,11 @@ class Ranks:
         self._notes = notes
         self._processes: list[subprocess.Popen[bytes]] = []
         self._log_writers: list[subprocess.Popen[bytes]] = []
-        self._held: list[int] | None = None  # signals that come while ranks are being started: some would miss them
         self._are_asked = False
 
     def start(self, start: Record, store: tuple[str, int]) -> None:
         """Start the ranks, which meet in a store. Those of the start before have been killed."""
-        self._processes, self._log_writers, self._held, self._are_asked = [], [], [], False
-        try:
-            self._start(start, store)
-        finally:
-            held, self._held = self._held, None
-        for number in held:
-            self.send(number)
-
-    def _start(self, start: Record, store: tuple[str, int]) -> None:
+        self._processes, self._log_writers, self._are_asked = [], [], False
         first_rank = list(start.members).index(start.node) * self._num_ranks
         for local_rank in range(self._num_ranks):
             variables = {
@@ -103,7 +94,9 @@ class Ranks:
             output = None
             if self._logs is not None:
                 self._logs.mkdir(parents=True, exist_ok=True)
-                copy = ["tee", "-a", str(self._logs / f"rank_{variables['RANK']}.log")]
+                # A rank dies of its next line if this ends first, as by a signal to all processes of a job.
+                ignores = ["bash", "-c", "trap '' INT TERM HUP USR1; exec tee -a \"$1\"", "tee"]
+                copy = [*ignores, str(self._logs / f"rank_{variables['RANK']}.log")]
                 self._log_writers.append(subprocess.Popen(copy, stdin=subprocess.PIPE, start_new_session=True))
                 output = self._log_writers[-1].stdin
             self._processes.append(
@@ -111,6 +104,7 @@ class Ranks:
             )
             if output is not None:
                 output.close()  # only the rank holds it: the log ends with the rank
+        self._are_asked = False  # a signal that has come meanwhile has missed some: the caller sends it again
 
     def code(self) -> int | None:
         """Return None while the ranks run, 0 after all have ended well, else the exit code of one that has failed."""
@@ -127,9 +121,6 @@ class Ranks:
 
         Of those that ask them to stop only the first is sent: at a second one, later, a rank ends without saving.
         """
-        if self._held is not None:
-            self._held.append(number)
-            return
         if number != signal.SIGKILL:
             if self._are_asked:
                 return
@@ -187,8 +178,10 @@ class Signals:
 class Agent:
     """The agent of one node. `run` returns the job's exit code."""
 
-    def __init__(self, options: argparse.Namespace, words: Sequence[str], limits: Limits, job: Job, facts: NodeFacts):
-        self._options, self._limits, self._facts, self._job = options, limits, facts, job
+    def __init__(
+        self, options: argparse.Namespace, words: Sequence[str], limits: Limits, folder: Path, facts: NodeFacts
+    ):
+        self._options, self._limits, self._facts = options, limits, facts
         addresses = {name: resolve(_with_port(name, options.port)) for name in options.nodes}
         port = addresses[options.node][1]
         # Served at the address by which the others reach this node: its name may stand for 127.0.1.1 here.
@@ -196,10 +189,17 @@ class Agent:
         # Of each node, after its agent's port: the store of the ranks of the starts that the node leads.
         self._stores = {name: (host, port + 1) for name, (host, port) in addresses.items()}
         try:
-            secret = read_secret(job.folder)
-            own = Record(options.node, uuid4().hex[:8], has_arbiter=None if options.arbiter else False)
-            self._peers = Peers(own, addresses, secret, facts, job.folder)
-            self._store = serve_store(self._stores[options.node])
+            own = Record(options.node, uuid4().hex[:8])
+            self._peers = Peers(own, addresses, read_secret(folder), facts)
+            # Torch's own store listens at all addresses.
+            listener = socket.create_server(self._stores[options.node], backlog=1024)
+            self._store = dist.TCPStore(
+                *self._stores[options.node],
+                is_master=True,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=STOP_SECONDS),
+                master_listen_fd=listener.detach(),
+            )
         except (OSError, RuntimeError) as error:
             raise ConfigError(f"{options.node}: port {port} or {port + 1} cannot be served: {error}") from error
         self._kept = None if os.environ.get(NOTES_VARIABLE) else tempfile.TemporaryDirectory(prefix="launch-")
@@ -247,7 +247,7 @@ class Agent:
         if (known := with_newer_start(own, found)) is not own:
             self._peers.own = known  # not `become`: it has waited since
         elif self._signals.ask_to_end():
-            self._note_unfinished()
+            (self._notes / UNFINISHED_NOTE).touch()
             self._end(own.code)
         elif ended := end_of_job(own, found):
             self._end(ended.code)
@@ -258,8 +258,8 @@ class Agent:
         elif is_patient or "still run" in start or "leads" in start:
             self._say("; ".join(filter(None, (start, self._peers.stranger))))
         else:
-            self._say(f"{start}; no other node has come within {self._options.wait:g} s")
-            self._end(EXIT_LOST)
+            self._say(f"{start}; no other node has come within {self._options.wait:g} s; {self._peers.stranger}")
+            self._end(EXIT_USER_ERROR if self._peers.stranger else EXIT_LOST)
 
     def _lead(self, start: Record) -> None:
         """Publish a start, unless it would restart too often, or a node differs."""
@@ -282,43 +282,37 @@ class Agent:
                 left_out = dict.fromkeys(new, self._limits.max_failures_of_node)
                 self._peers.own = replace(own, failures=own.failures | left_out)
                 return
-        if self._arbiter and start.has_arbiter is not False and not self._is_granted(start):
+        if (granted := self._granted(start)) is None:
             return
-        if self._arbiter and start.has_arbiter is None:
-            start = replace(start, has_arbiter=True)
         lost = [node for node in own.members if node not in start.members]
         without = f", without {', '.join(lost)}" if lost else ""
         self._say(f"start {start.start} on {', '.join(start.members)}{without}")
-        self._start(start)
+        self._start(granted)
 
-    def _is_granted(self, start: Record) -> bool:
-        """Return whether the arbiter lets this node lead a start."""
-        assert self._arbiter is not None
-        own, seconds = self._own, self._peers.seconds()
-        here = sum(node in own.members for node in start.members)
-        if start.start > 1 and 2 * here < len(own.members) and seconds < MINORITY_SECONDS:
+    def _granted(self, start: Record) -> Record | None:
+        """Return a start that this node may lead, or None if the arbiter does not grant it now."""
+        own, seconds, patience = self._own, self._peers.seconds(), self._options.wait
+        if self._arbiter is None or not (start.has_arbiter or start.start == 1):
+            return start
+        if 2 * sum(node in own.members for node in start.members) < len(own.members) and seconds < MINORITY_SECONDS:
             self._say("less than half of the nodes are left here: the others may go on")
-            return False
+            return None
         try:
-            is_granted = self._peers.is_granted(self._arbiter, start.start)
+            if self._peers.is_granted(self._arbiter, start.start):
+                return replace(start, has_arbiter=True)
+            self._say("other nodes have gone on with the job; these wait for them")
         except (OSError, ValueError) as error:
             self._say(f"the arbiter, {self._options.arbiter}, does not answer: {first_line(error)}")
-            if start.has_arbiter is None and seconds >= ARBITER_SECONDS:
-                self._peers.own = replace(own, has_arbiter=False)  # from now on the majority goes on
-            elif start.has_arbiter and seconds >= SILENT_SECONDS:
-                self._end(EXIT_LOST)
-            return False
-        if not is_granted:
-            self._say("other nodes have gone on with the job; these wait for them")
-            if seconds >= self._options.wait:
-                self._end(EXIT_LOST)
-        return is_granted
+            if start.start == 1:  # without it the majority goes on
+                return start if seconds >= ARBITER_SECONDS else None
+            patience = SILENT_SECONDS
+        if seconds >= patience:
+            self._end(EXIT_LOST)
+        return None
 
     def _compare(self, start: Record) -> list[str]:
         """Return in what the nodes of a start differ. Raises OSError or ValueError if one cannot be reached."""
-        until = time.monotonic() + (MARK_SECONDS if self._options.check else 0)
-        with marked(self._job.folder) as mark:
-            others = [self._peers.facts(node, mark, until) for node in start.members if node != start.node]
+        others = [self._peers.facts(node) for node in start.members if node != start.node]
         return find_problems([self._facts, *others]) if self._options.check else []
 
     def _start(self, start: Record) -> None:
@@ -385,22 +379,6 @@ class Agent:
                 sys.stderr.flush()
         self._said = line
 
-    def _note_unfinished(self) -> None:
-        with suppress(OSError):
-            (self._notes / UNFINISHED_NOTE).touch()
-
-
-def serve_store(address: tuple[str, int]) -> dist.TCPStore:
-    """Serve a store at one address of this node: torch's own listens on all. Raises OSError or RuntimeError."""
-    listener = socket.create_server(address, backlog=2**14)
-    return dist.TCPStore(
-        *address,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=STOP_SECONDS),
-        master_listen_fd=listener.detach(),
-    )
-
 
 def _with_port(node: str, port: int) -> str:
     return node if ":" in node else f"{node}:{port}"
@@ -421,17 +399,13 @@ def main(words: Sequence[str], describe_job: DescribeJob, find_problem: FindProb
     parser.add_argument("--check", type=int, default=1, choices=(0, 1), help="0: the nodes are not compared")
     parser.add_argument("--grow_after", type=float, default=60.0, help="seconds of a start before nodes are added")
     parser.add_argument("--wait", type=float, default=120.0, help="seconds to wait for nodes")
-    parser.add_argument("--arbiter", help="HOST:PORT of a process outside of the nodes, which grants each start")
-    parser.add_argument("--arbitrate", action="store_true", help="be that process, and no agent")
+    parser.add_argument("--arbiter", help="ADDRESS:PORT of a process outside of the nodes, which grants each start")
     parser.add_argument("--no_arbiter", type=int, default=0, choices=(0, 1), help="1: half of the nodes may go on")
     parser.add_argument("--logs", help="folder of the ranks' logs, `none` for no logs; logs in the job's folder")
     own, program = split_words(words)
     options = parser.parse_args(own)
     arguments, names = program[1:], options.nodes.split(",")
     options.nodes, options.arbiter = names, None if options.no_arbiter else options.arbiter
-    if options.arbitrate:
-        endpoint = find_route(options.arbiter).local_address, resolve(options.arbiter)[1]
-        arbitrate(endpoint, read_secret(describe_job(arguments, len(names) * options.num_ranks).folder))
     options.node = options.node or next((n for n in names if find_route(_with_port(n, options.port)).is_host), None)
     if options.node not in names:
         raise ConfigError(f"this node is none of --nodes {','.join(names)}; name it with --node")
@@ -452,4 +426,4 @@ def main(words: Sequence[str], describe_job: DescribeJob, find_problem: FindProb
     if not any(map(limits.fits, range(options.min_nodes, len(names) + 1))):
         raise ConfigError(problem_on(len(names)))
     raise_file_limit()  # the leader serves the store of all ranks
-    sys.exit(Agent(options, program, limits, job, replace(find_facts(job), name=options.node)).run())
+    sys.exit(Agent(options, program, limits, job.folder, replace(find_facts(job), name=options.node)).run())

@@ -35,7 +35,7 @@ class Record:
     their ranks) are those of the newest start in which it took part. `code`: the exit code of its ranks in that start,
     if they have failed, 0 if they were asked to end in a regroup, or the job's if it has ended. `failures`: by node,
     the starts that it has broken. `num_restarts` counts since step `counted_from`; `step`: the last one that was begun.
-    `has_arbiter`: an arbiter grants the starts of this launch; None as long as it has not answered.
+    `has_arbiter`: an arbiter grants the starts of this launch.
     """
 
     node: str
@@ -49,7 +49,7 @@ class Record:
     counted_from: NonNegative = 0
     step: NonNegative = 0
     failures: dict[str, int] = field(default_factory=dict)
-    has_arbiter: bool | None = False
+    has_arbiter: bool = False
 
     @property
     def leader(self) -> str:
@@ -130,8 +130,7 @@ def next_start(own: Record, found: Found, limits: Limits, is_patient: bool) -> R
         return f"waiting for {', '.join(absent)}"
     # Those of the last start that are here cannot be in another start. Before the first one all of the list count.
     here = [record for record in everyone if not last.start or last.has_member(record)]
-    has_arbiter = last.has_arbiter if last.start else own.has_arbiter
-    if limits.needs_majority and has_arbiter is False and 2 * len(here) <= (total := len(last.members or found)):
+    if limits.needs_majority and not last.has_arbiter and 2 * len(here) <= (total := len(last.members or found)):
         return f"{len(here)} of {total} nodes are no majority: the others may go on; NO_ARBITER=1 goes on without them"
     counts = range(len(good), limits.min_nodes - 1, -1)
     num_nodes = next((number for number in counts if limits.fits(number)), None)
@@ -145,7 +144,7 @@ def next_start(own: Record, found: Found, limits: Limits, is_patient: bool) -> R
         launch=last.launch or own.incarnation,
         code=None,
         failures=failures,
-        has_arbiter=has_arbiter,
+        has_arbiter=last.has_arbiter,
         **restarts,
     )
 

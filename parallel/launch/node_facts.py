@@ -3,13 +3,11 @@
 import hashlib
 import os
 import platform
-import re
 import shutil
 import socket
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,9 +24,6 @@ PROBE_BYTES, NUM_PROBES = 8 * 2**20, 4  # written to measure a disk, so many tim
 MIN_FREE_BYTES = 2**30
 CONNECTIONS_PER_RANK, FILES_PER_FILE, OTHER_FILES = 3, 2, 100  # to the store; per file of a job, whose data has two
 MIN_DISK_BYTES_PER_SECOND, MIN_SHARE_OF_FASTEST = 5e6, 0.2  # a disk below either is slow
-MARK_SECONDS = 40.0  # in which nodes must see a file of the first: NFS may keep for 30 s what a folder holds
-MARK_POLL_SECONDS = 0.1
-MARK = ".preflight-"  # how the names of such files begin
 MOST_BYTES_PER_SECOND = 200e6  # that a disk is compared with: those of busy nodes differ much, and are fast enough
 
 
@@ -48,10 +43,7 @@ class Job:
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """The facts of one node. `code` and `data` map a file to a digest of its contents, or to "missing".
-
-    `shares_folder`: the node sees a file that the first node has just written to the job's folder.
-    """
+    """The facts of one node. `code` and `data` map a file to a digest of its contents, or to "missing"."""
 
     name: str
     address: str
@@ -65,7 +57,6 @@ class NodeFacts:
     disk_bytes_per_second: float
     disk_error: str = ""
     clock_seconds: float = 0.0  # ahead of the first node's clock
-    shares_folder: bool = True
     max_files: int = 2**20  # that a process may open, and that the store, or a rank, will
     num_files: int = 0
 
@@ -104,37 +95,6 @@ def _compilers() -> str:
         return ""
     compiler = "a C compiler" if shutil.which("cc") or shutil.which("gcc") else "no C compiler"
     return f", {'Triton' if find_spec('triton') else 'no Triton'} and {compiler}"
-
-
-@contextmanager
-def marked(folder: Path) -> Iterator[str]:
-    """Keep a file in the folder, for other nodes to look for; yield its name, empty if the folder cannot be written."""
-    mark = _nearest_existing(folder) / f"{MARK}{uuid4().hex}"
-    try:
-        mark.touch()
-    except OSError:  # a problem of its own, which the facts name
-        yield ""
-        return
-    try:
-        yield mark.name
-    finally:
-        with suppress(OSError):
-            mark.unlink()
-
-
-def sees(folder: Path, mark: str, seconds: float) -> bool:
-    """Wait until this node sees the file of `marked`, and return False if the time is over. No file is always seen.
-
-    It is looked for in the folder and in those above it, which may be all that exists here.
-    """
-    if mark and not re.fullmatch(f"{re.escape(MARK)}[0-9a-f]{{32}}", mark):
-        return False  # nobody learns of other files in this way
-    folder, deadline = folder.absolute(), time.monotonic() + seconds
-    while mark and not any((each / mark).exists() for each in (folder, *folder.parents)):
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(MARK_POLL_SECONDS)
-    return True
 
 
 def seconds_ahead(there: float, asked: float, answered: float) -> float:
@@ -183,10 +143,6 @@ def _disk_problems(nodes: Sequence[NodeFacts]) -> list[str]:
         rate = node.disk_bytes_per_second
         if node.disk_error:
             problems.append(f"{node.name}: {node.disk} cannot be written: {node.disk_error}")
-        elif not node.shares_folder:
-            problems.append(
-                f"{node.name}: {node.disk} is not the disk of {nodes[0].name}; choose a folder that all nodes share"
-            )
         elif node.free_bytes < MIN_FREE_BYTES:
             problems.append(f"{node.name}: {node.disk} is nearly full: {node.free_bytes / 1e9:.2f} GB are free")
         elif rate < least:
@@ -236,7 +192,7 @@ def _write_rate(folder: Path) -> float:
 
     Of several parts the fastest counts, because the other programs of a busy node may delay the rest.
     """
-    probe = folder / f"{MARK}{uuid4().hex}"
+    probe = folder / f".preflight-{uuid4().hex}"
     block, seconds = os.urandom(2**20), []
     try:
         with probe.open("xb") as file:

@@ -162,22 +162,19 @@ def convert(name: str, hint: Any, value: Any) -> Any:
 
 
 def parse_json(cls: type[T], text: str | bytes) -> T:
-    """Return the dataclass whose fields a text of JSON has, for what other processes say.
+    """Return the dataclass whose fields a text of JSON has, for what other processes say: nothing is converted.
 
-    Raises ConfigError if it is none, or if a field has another type or is out of range: nothing is converted.
+    Raises ConfigError if it is none, or if a field has another type or is out of range.
     """
     try:
-        values = json.loads(text)
-        if not isinstance(values, dict):
-            raise TypeError("no fields")
-        types = field_types(cast(Any, cls))
-        wrong = [name for name, value in values.items() if name in types and not _accepts(types[name], value)]
-        if not wrong:
-            return cls(**values)
+        instance = cls(**json.loads(text))
+        types = field_types(cast(Any, cls)).items()
+        wrong = next((name for name, hint in types if not _accepts(hint, getattr(instance, name))), None)
     except (TypeError, ValueError, RecursionError):
-        wrong = []
-    field = f"field {wrong[0]}" if wrong else "text"
-    raise ConfigError(f"a {cls.__name__} that another process has sent cannot be read: its {field} is wrong")
+        wrong = "text"
+    if wrong is not None:
+        raise ConfigError(f"a {cls.__name__} of another process cannot be read: its {wrong} is wrong")
+    return instance
 
 
 def _accepts(hint: Any, value: Any) -> bool:
@@ -190,14 +187,11 @@ def _accepts(hint: Any, value: Any) -> bool:
             return isinstance(value, str) and value in arguments
         case origin if origin in UNIONS:
             return any(_accepts(each, value) for each in arguments)
-        case origin if origin is list:
-            return isinstance(value, list) and all(_accepts(arguments[0], each) for each in value)
-        case origin if origin is dict:
-            return isinstance(value, dict) and all(_accepts(arguments[1], each) for each in value.values())
-    if hint in (int, float):
-        is_number = type(value) is int or (hint is float and type(value) is float)
-        return is_number and Range().problem(value) is None
-    return type(value) is hint
+        case origin if origin in (list, dict):
+            elements = value.values() if isinstance(value, dict) else value
+            return isinstance(value, origin) and all(_accepts(arguments[-1], each) for each in elements)
+    is_type = type(value) is hint or (hint is float and type(value) is int)
+    return is_type and (hint not in (int, float) or Range().problem(value) is None)
 
 
 def alternatives(hint: Any) -> tuple[Any, ...]:

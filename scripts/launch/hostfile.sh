@@ -52,7 +52,7 @@ python=${PYTHON:-.venv/bin/python}
 if [[ -n ${MIN_NODES:-} && ${NO_ARBITER:-0} != 1 ]] && type "$python" &>/dev/null; then
     if read -r _ ARBITER _ < <("$python" -m parallel.launch.route "${hosts[0]#*@}:$port"); then
         ARBITER+=:$((port + 2))
-        "$python" -m gpt.elastic --arbitrate --nodes "${hosts[0]#*@}" --arbiter "$ARBITER" -- pretrain_gpt.py "$@" &
+        "$python" scripts/launch/arbiter.py "$ARBITER" "$@" &
         arbiter=$!
     fi
 fi

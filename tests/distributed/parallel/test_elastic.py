@@ -1,6 +1,8 @@
 """Agents of nodes, on ports of this machine, whose ranks are small programs."""
 
 import os
+import re
+import runpy
 import signal
 import socket
 import subprocess
@@ -18,9 +20,11 @@ import pytest
 from lab.acceptance.child import descendants, kill_all
 from parallel.ending import EXIT_LOST
 from parallel.launch import elastic
+from parallel.launch.channel import read_secret
 from parallel.launch.membership import Record
 from parallel.launch.node_facts import Job
 from tests.programs import HANG_SECONDS, start_forked, wait_for_end, wait_until
+from tests.source_files import ROOT
 
 # Notes its start in a folder, and ends when a file tells it: with the code that stands there. If it is asked to end, it
 # does so with 0, or by the signal if it still starts up.
@@ -43,6 +47,10 @@ def run_agent(words: list[str]) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may have been started by nohup
     folder = Path(words[-1 if words[-1] != "other" else -2])
     elastic.main(words, lambda arguments, _: Job(settings=tuple(arguments), folder=folder), lambda *_: None)
+
+
+def run_arbiter(address: tuple[str, int], folder: Path) -> None:
+    runpy.run_path(str(ROOT / "scripts" / "launch" / "arbiter.py"))["arbitrate"](address, read_secret(folder))
 
 
 class Nodes:
@@ -137,11 +145,9 @@ def test_the_loss_of_the_leader_costs_a_start_and_its_return_adds_it_again(make_
 
 def test_a_node_of_two_goes_on_if_the_arbiter_grants_it_and_not_by_itself(make_nodes):
     port = free_pairs_of_ports(3)[-1]
-    arbiter = f"--arbiter=127.0.0.1:{port}"
-    nodes = make_nodes(2, arbiter)
+    nodes = make_nodes(2, f"--arbiter=127.0.0.1:{port}")
     folder = nodes.folder
-    words = ["--nodes=127.0.0.1", "--arbitrate", arbiter, "--", str(folder)]
-    grants = start_forked(folder / "arbiter.txt", run_agent, words)
+    grants = start_forked(folder / "arbiter.txt", run_arbiter, ("127.0.0.1", port), folder)
     try:
         nodes.wait_for(1, 2)
         nodes.lose(1)
@@ -254,7 +260,29 @@ def test_signals_reach_the_ranks_in_the_handler_and_only_one_asks_them_to_stop(s
     wait_for_notes(folder, "ready", str(int(signal.SIGTERM)))
 
 
-def test_a_signal_that_comes_while_ranks_are_started_reaches_those_that_follow(signals_to):
+def test_what_writes_a_log_outlives_signals_to_all_processes_of_a_job(tmp_path):
+    """A rank would die of its next line."""
+    (tmp_path / "rank.py").write_text(NOTING)
+    ranks = elastic.Ranks(1, [str(tmp_path / "rank.py"), str(tmp_path)], tmp_path / "logs")
+    ranks.start(Record("a", "a1", members={"a": "a1"}), ("127.0.0.1", 1))
+    try:
+        found: list[str] = []
+
+        def ignored() -> bool:
+            found[:] = [
+                re.findall(r"SigIgn:\s*(\w+)", Path(f"/proc/{each}/status").read_text())[0]
+                for each in descendants(os.getpid())
+                if Path(f"/proc/{each}/comm").read_text() == "tee\n"
+            ]
+            return len(found) == 1
+
+        wait_until(ignored)
+        assert [bool(int(found[0], 16) >> number - 1 & 1) for number in HANDLED] == [True] * 4
+    finally:
+        ranks.kill()
+
+
+def test_a_signal_that_comes_while_ranks_are_started_can_be_sent_to_those_that_have_missed_it(signals_to):
     ranks, _ = signals_to
     popen = elastic.subprocess.Popen
 
@@ -267,6 +295,7 @@ def test_a_signal_that_comes_while_ranks_are_started_reaches_those_that_follow(s
     started: list[Any] = []
     with mock.patch.object(elastic.subprocess, "Popen", start_one):
         ranks.start(Record("a", "a1", members={"a": "a1"}), ("127.0.0.1", 1))
+    ranks.send(signal.SIGTERM)  # as the agent does
     assert [process.wait(HANG_SECONDS) for process in started] == [-signal.SIGTERM] * 2
 
 

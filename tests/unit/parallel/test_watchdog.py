@@ -18,7 +18,7 @@ import torch.distributed as dist
 from parallel import comm_log
 from parallel.comm_log import CommLog
 from parallel.ending import EXIT_LOST
-from parallel.watchdog import Heart, Heartbeat, Watchdog, describe_hang
+from parallel.watchdog import Heartbeat, Watchdog, describe_hang
 
 NEXT = "all_reduce of 8 bytes along the data axis in update"
 WAITING = Heartbeat(40, 30.0, num_launched=100, num_reached=100, num_complete=99, next=NEXT)
@@ -68,13 +68,20 @@ def test_no_rank_is_named_while_any_makes_progress():
 )
 def test_less_time_is_a_hang_once_the_time_of_a_step_is_known(hang_seconds, step_seconds, expected):
     """Seen within 5 minutes by default: after 180 s, and five polls of 18 s."""
-    clock = mock.Mock(return_value=0.0)
-    heart = Heart(dist.HashStore(), 0, CommLog(), clock)
+    clock, store = mock.Mock(return_value=0.0), dist.HashStore()
+    watchdog = Watchdog(store, 0, 1, CommLog(), hang_seconds, clock=clock)
+
+    def is_reported(idle_seconds: float) -> bool:
+        clock.return_value += idle_seconds
+        return watchdog._may_report()
+
     for number in range(6):
-        assert heart.patience(hang_seconds) == hang_seconds
         clock.return_value += 1000 if number == 3 else step_seconds  # one step is a long one
-        heart.begin_step()
-    assert heart.patience(hang_seconds) == expected
+        watchdog.begin_step()
+        watchdog.beat()
+        assert not is_reported(0.0)
+    assert not is_reported(expected)
+    assert is_reported(0.5)
 
 
 def test_ranks_that_are_alike_are_named_in_one_line():
@@ -86,7 +93,7 @@ def test_ranks_that_are_alike_are_named_in_one_line():
     found = describe_hang(before, after, 20.0, 6).reason
     assert found.count("has made no progress") == 4
     assert "rank 3 has" in found
-    assert found.endswith("in update; and 2 more ranks; the job ends (run.hang_seconds=20)")
+    assert found.endswith("in update; and 2 more ranks; the job ends (run.hang_seconds)")
 
 
 class Device:

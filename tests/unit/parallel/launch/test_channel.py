@@ -1,12 +1,13 @@
-"""What an agent says to whom: to nobody without the secret of the job, and nobody can block it."""
+"""Agents answer to nobody without the secret of the job, and nobody can block them."""
 
 import json
 import os
+import re
+import runpy
 import socket
 import threading
 import time
 from dataclasses import asdict, replace
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -15,8 +16,9 @@ from parallel.launch import channel
 from parallel.launch.channel import SECRET, Channel, read_secret
 from parallel.launch.membership import Record
 from parallel.launch.node_facts import NodeFacts
-from parallel.launch.peers import Peers, arbitrate
+from parallel.launch.peers import Peers
 from parallel.validation.errors import ConfigError
+from tests.source_files import ROOT
 
 KEY = b"k" * 64
 OWN = Record("a", "a1", members={"a": "a1"}, launch="l")
@@ -29,15 +31,15 @@ def free_address() -> tuple[str, int]:
         return free.getsockname()
 
 
-def peers_of(own: Record, *others: tuple[str, tuple[str, int]], secret: bytes = KEY, folder: Path = Path()) -> Peers:
-    return Peers(own, {own.node: free_address(), **dict(others)}, secret, FACTS, folder)
+def peers_of(own: Record, *others: tuple[str, tuple[str, int]], secret: bytes = KEY) -> Peers:
+    return Peers(own, {own.node: free_address(), **dict(others)}, secret, FACTS)
 
 
 @pytest.fixture
-def agent(tmp_path: Path) -> tuple[str, int]:
+def agent() -> tuple[str, int]:
     """The address of an agent."""
     address = free_address()
-    Peers(OWN, {"a": address}, KEY, FACTS, tmp_path)
+    Peers(OWN, {"a": address}, KEY, FACTS)
     return address
 
 
@@ -54,15 +56,14 @@ def test_records_are_read_with_the_secret_only(agent):
     assert peers_of(Record("b", "b1"), ("a", agent)).read(["a"]) == {"a": OWN}
     assert peers_of(Record("b", "b1"), ("a", agent), secret=b"x" * 64).read(["a"]) == {"a": None}
     with pytest.raises(ValueError, match="a has another secret"):
-        peers_of(Record("b", "b1"), ("a", agent), secret=b"x" * 64).facts("a", "", 0.0)
+        peers_of(Record("b", "b1"), ("a", agent), secret=b"x" * 64).facts("a")
     for lines in (
         [b"GET /record HTTP/1.0\r\n\r\n"],
         [b'0 {"known": ""}\n'],
         [b"GET /facts?/etc/passwd HTTP/1.0\r\n\r\n"],
     ):
         said = told(agent, *lines)
-        assert len(said.split()) == 1, said  # the random number
-        assert len(said) == 33
+        assert re.fullmatch(rb"[0-9a-f]{32}\n stranger\n", said)  # a random number, and no
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become another user")
@@ -77,7 +78,7 @@ def test_another_user_of_the_node_learns_nothing_from_an_agents_port(agent, tmp_
             os.setgid(65534)
             os.setuid(65534)
             for request in (b"GET /record HTTP/1.0\r\n\r\n", b"0 {}\n", b"GET /facts?/etc/passwd HTTP/1.0\r\n\r\n"):
-                assert len(told(agent, request)) == 33  # the random number
+                assert told(agent, request)[32:] == b"\n stranger\n"  # after a random number
             with pytest.raises(PermissionError):
                 (tmp_path / SECRET).read_bytes()
             code = 0
@@ -110,7 +111,7 @@ def serve(answers: list[bytes], seconds: float = 0.0) -> tuple[str, int]:
 )
 def test_an_answer_that_drips_or_does_not_end_is_silence(answers, monkeypatch):
     monkeypatch.setattr(channel, "REPLY_SECONDS", 0.3)
-    monkeypatch.setattr(channel, "ANSWER_BYTES", 2**20)
+    monkeypatch.setattr(channel, "MOST_BYTES", 2**20)
     address = serve(answers, 0.05 if len(answers[0]) == 1 else 0.0)
     assert peers_of(Record("b", "b1"), ("a", address)).read(["a"]) == {"a": None}
 
@@ -154,29 +155,12 @@ def test_a_record_is_sent_again_only_when_it_has_changed(agent):
     assert {len(answer) for answer in answers[2:]} == {64}
 
 
-def test_nothing_but_a_mark_in_the_jobs_folder_is_seen(agent, tmp_path):
-    (tmp_path / ".preflight-x").touch()
-    mark = f".preflight-{'0' * 32}"
-    (tmp_path / mark).touch()
-    reader = peers_of(Record("b", "b1"), ("a", agent))
-    for name, seen in {
-        mark: True,
-        ".preflight-x": False,
-        "/etc/passwd": False,
-        f"../{tmp_path.name}/{mark}": False,
-    }.items():
-        assert reader.facts("a", name, 0.0).shares_folder == seen, name
-
-
 @pytest.mark.parametrize(("there", "ahead"), [(103.5, 3.0), (96.5, -4.0), (101.2, 0.0)])
-def test_facts_have_the_difference_of_clocks_unless_the_reply_took_longer(there: float, ahead: float, tmp_path):
-    peers = peers_of(OWN, folder=tmp_path)
-    mark = f".preflight-{'0' * 32}"
-    # At the second time the node sees the file. The clock: when it is asked, there, and when the reply has come.
-    clock = mock.Mock(monotonic=lambda: 7.0, sleep=lambda _seconds: (tmp_path / mark).touch())
-    clock.time.side_effect = [0.0, 0.0, 0.0, 100.0, there, 101.0]
+def test_facts_have_the_difference_of_clocks_unless_the_reply_took_longer(there: float, ahead: float):
+    # The clock: when it is asked, there, and when the reply has come.
+    clock = mock.Mock(time=mock.Mock(side_effect=[100.0, there, 101.0]), monotonic=lambda: 0.0)
     with mock.patch("parallel.launch.peers.time", clock):
-        assert peers.facts("a", mark, 8.0) == replace(FACTS, clock_seconds=ahead, shares_folder=True)
+        assert peers_of(OWN).facts("a") == replace(FACTS, clock_seconds=ahead)
 
 
 def test_the_secret_is_the_same_for_all_nodes_and_of_this_user_alone(tmp_path):
@@ -195,6 +179,7 @@ def test_the_secret_is_the_same_for_all_nodes_and_of_this_user_alone(tmp_path):
 
 def test_an_arbiter_grants_a_start_once():
     address = free_address()
+    arbitrate = runpy.run_path(str(ROOT / "scripts" / "launch" / "arbiter.py"))["arbitrate"]
     threading.Thread(target=arbitrate, args=(address, KEY), daemon=True).start()
     one, other = peers_of(OWN), peers_of(Record("b", "b1"))
     while True:

@@ -410,9 +410,9 @@ HUNG = "launch: rank 0 was the first to end because a rank hangs or was lost, wi
     ids=["none", "a rank", "a killed rank", "a hang of another rank", "a signal"],
 )
 def test_the_launcher_returns_the_code_of_what_ended_the_job(monkeypatch, capsys, error, code, said):
-    started, killed = mock.Mock(side_effect=error), mock.Mock()
+    started, killed = mock.Mock(side_effect=error), mock.Mock(return_value=[])
     monkeypatch.setattr(run, "main", started)
-    monkeypatch.setattr(launcher, "kill_children", killed)
+    monkeypatch.setattr(launcher, "children", killed)
     assert launcher.main(["--nnodes=1", "program.py"]) == code
     assert capsys.readouterr().err == said
     assert started.call_args.args == (["--shutdown-timeout=600", "--nnodes=1", "program.py"],)
@@ -423,7 +423,7 @@ def test_a_second_signal_kills_the_ranks_that_still_run(monkeypatch):
     killed = mock.Mock()
     monkeypatch.setattr(os, "killpg", killed)
     with subprocess.Popen(["sleep", "60"]) as child:
-        launcher.kill_children()
+        launcher.pass_on(signal.SIGKILL)
         child.kill()
     assert mock.call(child.pid, signal.SIGKILL) in killed.call_args_list
 

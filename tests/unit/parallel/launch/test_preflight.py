@@ -1,25 +1,29 @@
 """Nodes that are missing or differ are named, on all nodes."""
 
 import argparse
+import asyncio
 import dataclasses
 import json
 import os
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from parallel.launch import node_facts, preflight
-from parallel.launch.node_facts import Job, NodeFacts, find_facts, find_problems, marked
-from parallel.launch.preflight import check_ranks, collect, connect, main, report
+from lab.measure import __main__ as measurement
+from parallel.launch import preflight
+from parallel.launch.channel import Channel
+from parallel.launch.node_facts import Job, NodeFacts, find_facts, find_problems
+from parallel.launch.preflight import FIRST_NODE, First, Meeting, main, report
 from parallel.launch.route import Route
 from parallel.validation.errors import ConfigError
 from parallel.world import World
@@ -63,7 +67,6 @@ def nodes(**odd: object) -> list[NodeFacts]:
         ({"disk_bytes_per_second": 3e7}, "n2: /shared/runs is slow: 30.0 MB/s, the fastest node has 1000.0"),
         ({"disk_bytes_per_second": 4e7}, None),
         ({"free_bytes": 2**30}, None),
-        ({"shares_folder": False}, "n2: /shared/runs is not the disk of n1; choose a folder that all nodes share"),
         ({"max_files": 1024, "num_files": 1024}, None),
         (
             {"max_files": 1024, "num_files": 1025},
@@ -151,55 +154,53 @@ def errors_in_threads(check: Callable[[], object], names: Iterable[str]) -> dict
     return errors
 
 
-def test_a_problem_of_one_node_is_an_error_on_all_and_the_first_names_it():
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def errors_of_nodes(facts: dict[str, NodeFacts], folders: dict[str, Path], wait: float) -> dict[str, str]:
+    """Return the errors of nodes, each a thread, of which n1 is the first."""
+    options = argparse.Namespace(meet=f"127.0.0.1:{free_port()}", nodes=3, names="n1,n2,n3", wait=wait)
+
+    def name() -> str:
+        return threading.current_thread().name
+
+    def check() -> None:
+        numbers[name()] = preflight.check_nodes(options, Job(folder=folders[name()]))
+
+    numbers: dict[str, int] = {}
+    replaced: dict[str, Any] = {"find_facts": lambda *_: facts[name()]}
+    replaced["find_route"] = lambda _meet: Route(is_host=name() == "n1", local_address="127.0.0.1", interface="lo")
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=time.sleep)
+    clock.time = lambda: time.time() + 9000.0 * (name() == "n3")
+    with mock.patch.multiple(preflight, time=clock, **replaced):
+        errors = errors_in_threads(check, facts)
+    assert sorted(numbers.values()) == list(range(len(facts) - len(errors)))
+    return errors
+
+
+def test_a_problem_of_one_node_is_an_error_on_all_and_the_first_names_it(tmp_path, monkeypatch):
     """It does so before others have ended: a scheduler then ends the first one."""
-    served = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
-    port = served[0].port
+    monkeypatch.setattr(preflight, "SILENT_SECONDS", 0.0)
+    serve, served = Channel.serve, []
+    monkeypatch.setattr(Channel, "serve", lambda own, *words: (served.append(own), serve(own, *words)))
+    wait = preflight.refuse
+
+    def refuse(problems: Sequence[str]) -> None:
+        served[0].run(asyncio.sleep(0))
+        served[0]._loop.call_soon_threadsafe(served[0]._loop.stop)  # as the end of the process
+        wait(problems)
+
+    monkeypatch.setattr(preflight, "refuse", refuse)
     facts = {node.name: node for node in nodes(num_devices=7)}
-    options = argparse.Namespace(meet="n1:29500", nodes=3, names="n1,n2,n3", wait=WAIT)
-
-    def route(_meet: str) -> Route:
-        return Route(is_host=threading.current_thread().name == "n1", local_address="127.0.0.1", interface="lo")
-
-    def connected(_address: object, is_host: bool, _node: str, _seconds: float) -> dist.Store:
-        return served.pop() if is_host else dist.TCPStore("127.0.0.1", port, is_master=False)
-
-    def clock() -> float:
-        return time.time() + 9000.0 * (threading.current_thread().name == "n3")
-
-    own_facts = mock.Mock(side_effect=lambda *_: facts[threading.current_thread().name])
-    others = {"find_facts": own_facts, "resolve": lambda meet: meet, "connect": connected}
-    others["time"] = SimpleNamespace(time=clock, monotonic=time.monotonic, sleep=time.sleep)
-    with mock.patch.multiple(preflight, find_route=route, **others):
-        errors = errors_in_threads(lambda: preflight.check_nodes(options, Job()), facts)
+    errors = errors_of_nodes(facts, dict.fromkeys(facts, tmp_path / "run"), WAIT)
     there = "the preflight has found problems; the first node prints them"
     of_n3 = r"n3: its clock differs from n1's by \+[89]\d{3}\.\d s"
     assert next(iter(errors)) == "n1"
     assert re.fullmatch(rf"preflight: n2: number of GPUs: 7, elsewhere 8\n  {of_n3}", errors.pop("n1"))
     assert errors == {name: f"{name}: {there}" for name in ("n2", "n3")}
-
-
-@pytest.mark.parametrize("num_looks", [3, None])
-def test_a_node_that_does_not_see_in_time_what_the_first_has_written_is_named(tmp_path, monkeypatch, num_looks):
-    """The folder of a slow disk shows the file after so many looks, of which there is time for 40; else never."""
-    store, now = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), 0.0
-    with marked(tmp_path / "not" / "yet") as mark, ThreadPoolExecutor(1) as pool:
-
-        def look_again(_seconds: float) -> None:
-            nonlocal now
-            now += 1.0
-            if now + 1 == num_looks:
-                (tmp_path / "late").rename(tmp_path / mark)
-
-        (tmp_path / mark).rename(tmp_path / "late")
-        monkeypatch.setattr(node_facts, "time", mock.Mock(monotonic=lambda: now, sleep=look_again))
-        first = pool.submit(collect, store, ALIKE, 2, [], WAIT, mark)
-        other = dist.TCPStore("127.0.0.1", store.port, is_master=False)
-        number, found = report(other, dataclasses.replace(ALIKE, name="n2"), 2, WAIT, tmp_path / "not")
-    problem = "n2: /shared/runs is not the disk of n1; choose a folder that all nodes share"
-    assert first.result()[1] == found == ([] if num_looks else [problem])
-    assert number == 1
-    assert now == (num_looks - 1 if num_looks else 40)
 
 
 def test_the_first_rank_of_each_node_reports_it_and_all_ranks_have_the_verdict():
@@ -210,18 +211,36 @@ def test_the_first_rank_of_each_node_reports_it_and_all_ranks_have_the_verdict()
     def check() -> None:
         rank = int(threading.current_thread().name)
         world = World(rank, 4, rank % 2, 2, torch.device("cpu"))
-        check_ranks(world, Job())
+        measurement.check_ranks(world, Job())
 
     with (
-        mock.patch.object(preflight, "find_facts", own_facts),
+        mock.patch.object(measurement, "find_facts", own_facts),
         mock.patch("parallel.store.shared_store", return_value=store),
     ):
         errors = errors_in_threads(check, "0123")
     assert errors == dict.fromkeys("0123", "preflight: n2: number of GPUs: 7, elsewhere 8")
 
 
+class Answers:
+    """A first node that answers as it is told."""
+
+    def __init__(self, *answers: dict[str, Any]):
+        self.asked: list[dict[str, Any]] = []
+        self._answers = list(answers)
+
+    def ask(self, **request: Any) -> dict[str, Any]:
+        self.asked.append(request)
+        return self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
+
+
+def reported(meeting: Meeting, *names: str) -> list[Any]:
+    """Report nodes, and return their numbers."""
+    facts = [json.dumps(dataclasses.asdict(dataclasses.replace(ALIKE, name=name))) for name in names]
+    answers = [meeting.answer({"by": name, "facts": each}) for name, each in zip(names, facts, strict=True)]
+    return [json.loads(answer)["number"] for answer in answers]
+
+
 def test_missing_nodes_are_named_and_one_too_many_is_refused():
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     now = 0.0
 
     def poll(_seconds: float) -> None:
@@ -229,75 +248,52 @@ def test_missing_nodes_are_named_and_one_too_many_is_refused():
         now += 2.5
 
     names = ["10.0.0.1", "n2", "n3.cluster"]
-    with mock.patch.object(preflight, "time", mock.Mock(monotonic=lambda: now, sleep=poll)):
-        _, problems = collect(store, ALIKE, num_nodes=3, names=names, wait_seconds=5)
+    of_two = Meeting(ALIKE, 3)
+    assert reported(of_two, "n2") == [1]
+    with mock.patch.object(preflight, "time", mock.Mock(monotonic=lambda: now, sleep=poll, time=lambda: now)):
+        assert Meeting(ALIKE, 3).collect(names, 5) == [
+            "1 of 3 nodes have reported within 5 s: n1; missing: n2, n3.cluster"
+        ]
         assert now == 5.0
-        assert store.add("nodes/number", 0) == 0
-        _, of_two = collect(store_of_two(), ALIKE, num_nodes=3, names=["n1", "n2", "n3"], wait_seconds=5)
-    assert problems == ["1 of 3 nodes have reported within 5 s: n1; missing: n2, n3.cluster"]
-    assert of_two == ["2 of 3 nodes have reported within 5 s: n1, n2; missing: n3"]
-    store.set("nodes/number", "1")
+        of_two.answer({"by": "n2"})
+        assert of_two.collect(["n1", "n2", "n3"], 5) == ["2 of 3 nodes have reported within 5 s: n1, n2; missing: n3"]
     with pytest.raises(ConfigError, match=r"n4: is one node too many: NNODES=2"):
-        report(store, dataclasses.replace(ALIKE, name="n4"), num_nodes=2, wait_seconds=1)
-
-
-def store_of_two(**others: str) -> dist.Store:
-    """Return a store to which the second of two nodes has reported, and read the verdict."""
-    store = dist.HashStore()
-    second = json.dumps(dataclasses.asdict(dataclasses.replace(ALIKE, name="n2")))
-    values = {"nodes/number": "1", "nodes/facts/1": second, "nodes/num_left": "1"} | others
-    for key, value in values.items():
-        store.set(key, value)
-    return store
+        report(Answers({"clock": 0.0, "number": None, "verdict": None}), dataclasses.replace(ALIKE, name="n4"), 2)
 
 
 def test_a_node_too_many_leaves_the_others_in_order():
-    store = store_of_two(**{"nodes/number": "3", "nodes/asked/2/0": ""})
-    found, problems = collect(store, ALIKE, num_nodes=2, names=[], wait_seconds=WAIT)
-    assert ([node.name for node in found], problems) == (["n1", "n2"], [])
-    assert not store.check(["nodes/clock/2/0"])
+    meeting = Meeting(ALIKE, 3)
+    assert reported(meeting, "n2", "n3", "n4", "n2") == [1, 2, None, 1]
+    assert [node.name for node in meeting.found.values()] == ["n1", "n2", "n3"]
 
 
 @pytest.mark.parametrize("ahead", [5.0, -5.0, 0.15, 0.0])
-def test_the_clock_of_a_node_is_compared_by_the_fastest_reply(ahead):
-    """The first node reads its clock halfway in the fastest request, and late in the others."""
-    now, seconds = 1000.0, iter([(0.4, 0.1), (0.2, 0.1), (0.05, 0.05), (0.3, 0.0), (0.11, 0.0)])
-
-    def reply(_key: str) -> bytes:
-        nonlocal now
-        before, after = next(seconds)
-        now += before + after
-        return repr(now - after - ahead).encode()
-
-    store = mock.Mock(wraps=dist.HashStore(), get=reply)
-    with mock.patch.object(preflight, "time", mock.Mock(time=lambda: now)):
-        found = preflight.clock_difference(store, 7)
+def test_the_clock_of_a_node_is_compared_unless_the_reply_took_longer(ahead):
+    """The first node reads its clock halfway in a request of 0.1 s."""
+    now = 1000.0
+    first = Answers({"clock": now + 0.05 - ahead, "number": 1, "verdict": []})
+    clock = mock.Mock(time=mock.Mock(side_effect=[now, now + 0.1]))
+    with mock.patch.object(preflight, "time", clock):
+        assert report(first, ALIKE, 2) == 1
+    found = json.loads(first.asked[1]["facts"])["clock_seconds"]
     assert found == pytest.approx(ahead if abs(ahead) > 0.1 else 0.0)
-    assert next(seconds, None) is None
-
-
-def test_a_node_waits_twice_as_long_for_the_verdict_and_says_if_the_first_has_ended():
-    store = mock.Mock(wraps=dist.HashStore())
-    store.get = lambda key: b"" if key == "nodes/mark" else b"0"
-    store.wait.side_effect = dist.DistStoreError("Broken pipe\nstack")
-    with pytest.raises(ConfigError, match=r"^n1: the first node has ended, or does not answer: Broken pipe; see its"):
-        report(store, ALIKE, num_nodes=2, wait_seconds=20)
-    assert store.wait.call_args.args == (["nodes/verdict"], timedelta(seconds=40))
-    assert store.add("nodes/num_left", 0) == 1, "the first node is told"
 
 
 @pytest.mark.parametrize(("num_polls", "num_seconds"), [(3, 7.5), (9, 12.5)])
 def test_the_first_node_waits_for_the_others_to_read_the_verdict_and_not_for_ever(num_polls, num_seconds):
     """The other node has reported at the first poll, after 2.5 s, and reads the verdict at that of this number."""
-    store, now = store_of_two(**{"nodes/num_left": "0"}), 0.0
+    meeting, now = Meeting(ALIKE, 2), 0.0
 
     def poll(_seconds: float) -> None:
         nonlocal now
         now += 2.5
-        store.add("nodes/num_left", int(now == 2.5 * num_polls))
+        if now == 2.5:
+            reported(meeting, "n2")
+        if now == 2.5 * num_polls:
+            assert json.loads(meeting.answer({"by": "n2"}))["verdict"] == []
 
-    with mock.patch.object(preflight, "time", mock.Mock(monotonic=lambda: now, sleep=poll)):
-        collect(store, ALIKE, num_nodes=2, names=[], wait_seconds=10)
+    with mock.patch.object(preflight, "time", mock.Mock(monotonic=lambda: now, sleep=poll, time=lambda: now)):
+        assert meeting.collect([], 10) == []
     assert now == num_seconds
 
 
@@ -309,18 +305,41 @@ def test_one_process_per_node_compares_what_the_program_is_given(capsys, tmp_pat
         return Job(folder=tmp_path)
 
     words = ["--meet", "localhost:29501", "--num_ranks", "4", "--", "--steps", "7", "--", "x"]
-    connected, found = mock.Mock(return_value=dist.HashStore()), mock.Mock(return_value=ALIKE)
-    with mock.patch.multiple(preflight, connect=connected, find_facts=found):
+    with mock.patch.object(preflight, "find_facts", return_value=ALIKE) as found:
         main(words, describe_job)
     assert given == [(["--steps", "7", "--", "x"], 4)]
     found.assert_called_once_with(Job(folder=tmp_path), "127.0.0.1")
-    connected.assert_called_once_with(("127.0.0.1", 29501), True, "n1", 120.0)
-    assert capsys.readouterr().err == "preflight: 1 node is ready: n1\n"
+    said = capsys.readouterr()
+    assert (said.out, said.err) == (f"{tmp_path}\n0\n", "preflight: 1 node is ready: n1\n")
+    assert list(tmp_path.iterdir()) == [], "one node has no secret, and listens to nobody"
 
 
-def test_a_store_that_cannot_be_reached_or_served_is_an_error_with_the_name_of_the_node():
-    with pytest.raises(ConfigError, match=r"n2: 127.0.0.1:1 cannot be reached within 0.5 s: start the first node"):
-        connect(("127.0.0.1", 1), is_host=False, node="n2", wait_seconds=0.5)
-    taken = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with pytest.raises(ConfigError, match=rf"n1: port {taken.port} cannot be served here"):
-        connect(("127.0.0.1", taken.port), is_host=True, node="n1", wait_seconds=5)
+def test_a_first_node_that_is_not_there_or_has_another_folder_or_ends_is_an_error_with_the_name_of_the_node(
+    monkeypatch,
+):
+    port = free_port()
+    with pytest.raises(
+        ConfigError, match=rf"n2: 127.0.0.1:{port} cannot be reached within 0.5 s: start the first node"
+    ):
+        First(Channel(b"k"), f"127.0.0.1:{port}", "n2", 0.5).ask()
+    served = Channel(b"k")
+    served.serve(("127.0.0.1", port), FIRST_NODE, Meeting(ALIKE, 2).answer)
+    with pytest.raises(ConfigError, match=r"n2: the first node has another secret; all nodes need the same folder"):
+        First(Channel(b"x"), f"127.0.0.1:{port}", "n2", WAIT).ask()
+    monkeypatch.setattr(preflight, "SILENT_SECONDS", 0.0)
+    first = First(Channel(b"k"), f"127.0.0.1:{port}", "n2", WAIT)
+    assert first.ask()["number"] is None
+    monkeypatch.setattr(Channel, "ask", mock.AsyncMock(side_effect=ConnectionRefusedError("refused")))
+    with pytest.raises(ConfigError, match="n2: the first node has ended, or does not answer; see its output"):
+        first.ask()
+
+
+def test_a_port_that_is_taken_is_an_error_with_the_name_of_the_node(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        options = argparse.Namespace(meet=f"127.0.0.1:{port}", nodes=2, names="", wait=1.0)
+        with (
+            mock.patch.object(preflight, "find_facts", return_value=ALIKE),
+            pytest.raises(ConfigError, match=rf"n1: port {port} cannot be served here"),
+        ):
+            preflight.check_nodes(options, Job(folder=tmp_path))
