@@ -6,12 +6,14 @@ trap ':' TERM
 "$@"
 code=$?
 echo "$code" >"$ZERO_LAUNCH_NOTES/code.$SLURM_PROCID"
-# If a rank was lost with the first node, and with it the shell of the job, Slurm would leave the job without a process.
+# If a rank was lost with the first node, and with it the shell of the job, which answers within seconds, Slurm would leave
+# the job without a process, or end it minutes later.
 if [[ $code == 3 || $code == 134 ]]; then
-    said=$(LC_ALL=C timeout 10 bash -c "exec 3<>/dev/tcp/${RDZV%:*}/${RDZV##*:}" 2>&1)
-    if [[ $? == 124 || $said =~ 'No route to host'|unreachable|'timed out' ]]; then
-        echo "launch: ${RDZV%:*} is lost: scontrol requeue $SLURM_JOB_ID" >&2
-        scontrol requeue "$SLURM_JOB_ID"
-    fi
+    for _ in {1..30}; do
+        [[ ! -e $ZERO_LAUNCH_NOTES/seen ]] || exit "$code"
+        sleep 1
+    done
+    echo "launch: the shell of the job does not answer: scontrol requeue $SLURM_JOB_ID" >&2
+    scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$code"

@@ -4,6 +4,7 @@
 #
 #   cluster.sh up FOLDER            makes it, in a folder that does not exist yet; 7 s until all nodes are idle
 #   cluster.sh kill FOLDER K        takes the power of node K
+#   cluster.sh start FOLDER K       gives it back
 #   cluster.sh link FOLDER K down   cuts node K from the others; up joins it again
 #   cluster.sh down FOLDER          ends what was started, and removes all but the folder
 #
@@ -14,7 +15,7 @@ action=$1 folder=$2
 tag=zero$(cksum <<<"$folder" | cut -c 1-5) # of the bridge and the network namespaces: 15 characters are a name at most
 nodes=(1 2 3)
 
-start_node() { # its address is of a network that a cluster hardly has
+join_node() { # the addresses are of a network that a cluster hardly has
     local k=$1
     ip netns add "${tag}n$k"
     ip link add "${tag}v$k" type veth peer name eth0 netns "${tag}n$k"
@@ -29,6 +30,10 @@ start_node() { # its address is of a network that a cluster hardly has
     printf '127.0.0.1 localhost\n127.0.1.1 n%s\n10.77.1.1 %s\n10.77.1.11 n1\n10.77.1.12 n2\n10.77.1.13 n3\n' \
         "$k" "$(hostname)" >"$folder/hosts.n$k"
     mkdir -p "$folder/spool/n$k"
+}
+
+start_node() {
+    local k=$1
     setsid nsenter --net="/run/netns/${tag}n$k" unshare --uts --mount --ipc --pid --fork --mount-proc \
         "$here/node.sh" "$folder" "n$k" >"$folder/log/node-n$k.log" 2>&1 </dev/null &
     for _ in {1..50}; do # unshare's child is process 1 of the node
@@ -53,7 +58,10 @@ up)
     munged --socket="$folder/munge/socket" --key-file="$folder/munge/key" --pid-file="$folder/munge/pid" \
         --log-file="$folder/munge/log" --seed-file="$folder/munge/seed" --force 2>>"$folder/log/munged.log"
     slurmctld
-    for k in "${nodes[@]}"; do start_node "$k"; done
+    for k in "${nodes[@]}"; do
+        join_node "$k"
+        start_node "$k"
+    done
     for _ in {1..60}; do
         [[ $(sinfo -h -o %T) != idle ]] || exit 0
         sleep 0.5
@@ -62,6 +70,7 @@ up)
     exit 1
     ;;
 kill) kill -9 "$(<"$folder/n$3.pid")" ;;
+start) start_node "$3" ;;
 link) ip link set "${tag}v$3" "$4" ;;
 down)
     for pid in "$folder"/n?.pid "$folder"/slurmctld.pid "$folder"/munge/pid; do

@@ -64,11 +64,13 @@ def test_nodes_that_are_alike_pass(nodes, tmp_path):
     [
         ("mount --bind /dev/null gpt/trainer.py", "n2: other code than elsewhere: gpt/trainer.py"),
         ("mount --bind /dev/null {data}.idx", "n2: other data than elsewhere: {data}.idx"),
-        ("mount -t tmpfs -o size=100k tmpfs {run}", "n2: {run} cannot be written: No space left on device"),
-        ("mount -t tmpfs -o size=40m tmpfs {run}", "n2: {run} is not the disk of n1"),
+        (
+            "mount -t tmpfs -o size=40m tmpfs {run}",
+            "n2: the first node has another secret; all nodes need the same folder",
+        ),
         ("ip route replace blackhole 10.77.0.1/32", "1 of 2 nodes have reported within {wait} s: n1; missing: n2"),
     ],
-    ids=["code", "data", "full disk", "own disk", "blocked port"],
+    ids=["code", "data", "own disk", "blocked port"],
 )
 def test_what_is_wrong_with_a_node_is_found_with_its_name(nodes, tmp_path, on_second, found):
     data, run = prepare_corpus(tmp_path), tmp_path / "run"
@@ -77,8 +79,8 @@ def test_what_is_wrong_with_a_node_is_found_with_its_name(nodes, tmp_path, on_se
     on_second, found = (text.format(data=data, run=run, wait=WAIT_SECONDS) for text in (on_second, found))
     (first, said), (second, said_by_second) = preflight(nodes, arguments, on_second)
     assert (first, second) == (2, 2)
-    # Beside the memory that stands for a disk of n2, the disk of n1 may be found slow, in a line before.
-    problems = [line.strip().removeprefix("error: preflight: ") for line in said.splitlines()]
+    lines = (said + said_by_second).splitlines()
+    problems = [re.sub(r"^error: (preflight: )?", "", line.strip()) for line in lines]
     assert any(problem.startswith(found) for problem in problems)
     assert "n2" in said_by_second
 
