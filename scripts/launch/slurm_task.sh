@@ -9,7 +9,7 @@ echo "$code" >"$ZERO_LAUNCH_NOTES/code.$SLURM_PROCID"
 # If a rank was lost with the first node, and with it the shell of the job, which answers within seconds, Slurm would leave
 # the job without a process, or end it minutes later.
 if [[ $code == 3 || $code == 134 ]]; then
-    for _ in {1..30}; do
+    for _ in {1..15}; do
         [[ ! -e $ZERO_LAUNCH_NOTES/seen ]] || exit "$code"
         sleep 1
     done

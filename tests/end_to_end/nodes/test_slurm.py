@@ -131,7 +131,7 @@ def test_a_job_that_loses_its_first_node_is_queued_again_by_the_others(slurm):
     """It stayed RUNNING without a process before."""
     job = slurm.submit("first", "--no-kill", MIN_NODES="1")
     job.wait_for_steps()
-    subprocess.run([CLUSTER, "kill", slurm.folder, "1"], check=True)
+    subprocess.run([CLUSTER, "kill", slurm.folder, job.shown("BatchHost")[-1]], check=True)
     wait_until(lambda: job.shown("Restarts") == "1")
     job.wait_for("resumed from")
     job.cancel()
