@@ -9,8 +9,9 @@ from collections.abc import Iterator
 import pytest
 
 from lab.acceptance.child import ROOT
+from lab.faults import testbed
 from lab.faults.runs import prepare_corpus
-from lab.faults.testbed import Node, joined_nodes, launch_on, testbed_problem
+from lab.faults.testbed import Node, joined_nodes, launch_on
 from lab.faults.two_nodes import NUM_STEPS, lose_and_restart
 from lab.measure.cluster import ClusterSpec
 
@@ -21,7 +22,7 @@ WAIT_SECONDS = 60  # which only nodes that cannot reach the first one need
 
 @pytest.fixture
 def nodes() -> Iterator[list[Node]]:
-    if reason := testbed_problem():
+    if reason := testbed.testbed_problem():
         pytest.skip(reason)
     with joined_nodes() as nodes:
         yield nodes

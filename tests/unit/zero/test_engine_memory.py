@@ -39,6 +39,7 @@ LAYOUTS = [
 @pytest.fixture
 def no_collector() -> Iterator[None]:
     gc.collect()
+    gc.freeze()  # `living` then looks at no object of the tests before
     gc.disable()
     yield
     gc.enable()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.distributed.zero.compiled.backend import Backend
-from tests.scenarios import WIDTH, Block, Blocks, Model, Procedure, Run, as_test, cases
+from tests.scenarios import WIDTH, Block, Blocks, Configuration, Model, Procedure, Run, as_test, cases
 from tests.twins import ALL_STAGES
 from zero import ZeroConfig, ZeroDataParallel, ZeroOptimizer
 
@@ -145,12 +145,10 @@ def a_module_that_raises_and_runs_again(run: Run) -> None:
 
 TABLE = {
     "compiled": cases(
-        blocks_before_or_after_wrapping_or_their_forward_alone,
-        a_whole_model,
-        the_wrapper,
-        a_module_that_raises_and_runs_again,
+        blocks_before_or_after_wrapping_or_their_forward_alone, few=[Configuration(0, offloads=True), Configuration(3)]
     )
-    | cases(a_part_that_runs_by_itself, a_module_that_reads_weights_of_another, stages=[3])
+    | cases(a_whole_model, the_wrapper, a_module_that_raises_and_runs_again, few=[Configuration(3)])
+    | cases(a_part_that_runs_by_itself, a_module_that_reads_weights_of_another, stages=[3], few=[Configuration(3)])
 }
 
 test_scenario = as_test(__name__, TABLE)

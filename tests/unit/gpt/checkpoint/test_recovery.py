@@ -14,7 +14,7 @@ from torch import Tensor
 from gpt.checkpoint import snapshots
 from gpt.checkpoint.layout import Progress
 from gpt.checkpoint.recovery import Recovery
-from gpt.run_folder.files import METRICS, NUMBERS_OF_A_STEP, append_records, written_if_possible
+from gpt.run_folder.files import METRICS, NUMBERS_OF_A_STEP, append_records
 from gpt.settings.run import CheckpointSettings
 from lab.faults.damage import DAMAGES
 from parallel.validation.errors import ConfigError
@@ -175,42 +175,6 @@ def test_a_run_resumes_from_a_tidy_folder(tmp_path: Path):
     assert other.name != first.name
     assert names_in(folder / "checkpoints") == ["latest", "old-1-step-00000004"]
     other.recovery.release()
-
-
-def test_a_run_changes_nothing_that_a_link_in_its_folder_names(tmp_path: Path):
-    """Copy a run as a tree of links, with links in the places of files that are under way, and go on in the copy."""
-    first, archive, copy = Run(tmp_path / "run", {}), tmp_path / "archive", tmp_path / "copy"
-    for step in (1, 2):
-        first.train(step)
-        first.save(step)
-    append_records(first.folder, [dict.fromkeys(NUMBERS_OF_A_STEP, 1) | {"step": step} for step in (1, 2, 3)])
-    first.recovery.finish()
-    first.recovery.release()
-    for name in ("loss.png", "lock.holder", "metrics.partial", "checkpoints/.latest.partial"):
-        (first.folder / name).write_text("of the first run")
-    for path in first.folder.rglob("*"):
-        if path.is_file():
-            target = copy / path.relative_to(first.folder)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.symlink_to(path)
-    archive.mkdir()
-    (copy / "checkpoints/step-00000001").rename(archive / "step-00000001")
-    for name in ("step-00000001", ".step-00000001.partial", ".step-00000003.partial"):
-        (copy / "checkpoints" / name).symlink_to(archive / "step-00000001")
-    before = content_of_files(first.folder) | content_of_files(archive)
-    again = Run(copy, {"keep": 1}, text="model: other\n")
-    again.save(3)
-    append_records(copy, [dict.fromkeys(NUMBERS_OF_A_STEP, 1) | {"step": 3}])
-    with written_if_possible(copy / "loss.png"):
-        (copy / "loss.png").write_text("of the copy")
-    again.recovery.finish()
-    again.recovery.release()
-    assert content_of_files(first.folder) | content_of_files(archive) == before
-    assert names_in(copy / "checkpoints") == ["latest", "step-00000003"]
-
-
-def content_of_files(folder: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_a_run_saves_the_step_from_which_it_resumes_unless_its_own_folder_has_it(tmp_path: Path):

@@ -19,7 +19,7 @@ def recording(*options: str) -> Recording:
 @pytest.mark.parametrize(
     ("options", "eager_name", "compiled_names"),
     [
-        (["--zero.stage=2"], "gelu", ("tanh", "tanh")),
+        pytest.param(["--zero.stage=2"], "gelu", ("tanh", "tanh"), marks=pytest.mark.full),
         (
             ["--zero.stage=3", "--config=configs/models/llama.yaml", "--data.mask_documents=true"],
             "silu",
@@ -48,6 +48,7 @@ def test_every_block_of_every_micro_batch_is_compiled(
         assert max(after) <= len(compiled.kernels)
 
 
+@pytest.mark.full
 def test_blocks_in_fp8_are_compiled_too():
     options = "--train.matmul=fp8", "--train.fp8.recipe=rowwise", "--train.fp8.keep_first=1", "--dry_run.backend=nccl"
     eager, compiled = (recording(*options, f"--train.compile={part}") for part in ("none", "blocks"))
