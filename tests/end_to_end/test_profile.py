@@ -30,8 +30,10 @@ def run(corpus: Path, run_dir: Path, on_rank: Callable = run_on_rank, **settings
 
 def test_a_profiled_and_checked_run_is_the_same_run_and_names_its_phases(tmp_path):
     corpus, profiled = prepare_corpus(tmp_path), tmp_path / "profiled"
-    settings = {"zero__stage": 3, "profile__steps": "[2, 4]", "profile__ranks": "[1]"}
-    assert run(corpus, profiled, run_checked_on_rank, **settings) == run(corpus, tmp_path / "plain", zero__stage=3)
+    settings = {"zero__stage": 3, "train__steps": 5}
+    profile = {"profile__steps": "[2, 4]", "profile__ranks": "[1]"}
+    plain = run(corpus, tmp_path / "plain", **settings)
+    assert run(corpus, profiled, run_checked_on_rank, **settings, **profile) == plain
     assert sorted(path.name for path in (profiled / "profile").iterdir()) == ["rank-1.json", "timers.json"]
     trace = json.loads((profiled / "profile" / "rank-1.json").read_text())["traceEvents"]
     named = [event["name"] for event in trace if event.get("cat") == "user_annotation"]

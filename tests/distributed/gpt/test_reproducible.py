@@ -38,7 +38,7 @@ LLAMA = (
     "--model.tied_head=false",
 )
 S0, S1, S2, S3 = (f"--zero.stage={stage}" for stage in range(4))
-SMALL, LOCAL, GROUPS = "--zero.bucket_numel=2000", "--zero.accumulate=local", "--parallel.shard_size=2"
+SMALL, LOCAL, GROUPS = "--zero.bucket_numel=4000", "--zero.accumulate=local", "--parallel.shard_size=2"
 CODES = "--zero.gather_dtype=fp8"
 CONTEXT = "--parallel.context_size=2"
 SEQUENCE = "--parallel.sequence_parallel=true"

@@ -59,7 +59,7 @@ def settings_of(combination: dict) -> Settings:
         "model.attention": combination["attention"],
         "data.path": "unread",
         "zero.stage": combination["stage"],
-        "zero.bucket_numel": 3000,
+        "zero.bucket_numel": 6000,
         "parallel.tensor_size": tensor_size,
         "activations.store": combination["store"],
         "train.precision": combination["precision"],

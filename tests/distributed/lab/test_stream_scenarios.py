@@ -1,6 +1,7 @@
 """Scenarios beside the steps of a GPT would not race on a GPU, by the checker of streams on ranks of gloo."""
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,10 +82,11 @@ def save_and_read_whole_states(stage: int, folder: Path) -> None:
     distributed_state.go_on(way, None, folder / "saved", stage)
 
 
+ONE_LAYER = replace(muon.CONFIG, num_layers=1)
 OF_MATRICES = [
-    [muon.Case(3, 2, offload=muon.HOST)],
-    [muon.Case(1, 2, offload=OPTIMIZER, num_micro_batches=3)],
-    [muon.Case(2, 1, 2)],
+    [muon.Case(3, 2, offload=muon.HOST, model=ONE_LAYER)],
+    [muon.Case(1, 2, offload=OPTIMIZER, model=ONE_LAYER)],
+    [muon.Case(2, 1, 2, model=ONE_LAYER)],
 ]
 SCENARIOS: dict[str, tuple[Any, ...]] = {  # (number of ranks, function, arguments)
     "a block is skipped that was gathered ahead": (

@@ -130,7 +130,7 @@ def test_parameters_that_were_sharded_when_their_engine_ended_raise_if_they_are_
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda model: model._replicate_for_data_parallel()])
 def test_a_copy_of_an_engine_is_refused(copied):
     model, _ = train(blocks(), "accelerator", stage=3)
-    with pytest.raises(TypeError, match="cannot be copied"):
+    with pytest.raises(TypeError, match=r"cannot be copied; copy the module inside it, in `with model\.gathered\(\)"):
         copied(model)
 
 

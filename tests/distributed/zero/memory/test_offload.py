@@ -37,7 +37,7 @@ FACTORS = {
 def cases_of(combinations: list[dict]) -> list[Case]:
     """Return the combinations in which something is offloaded."""
     return [
-        case_of(**combination, bucket_numel=1500, prefetch_numel=4000)
+        case_of(**combination, bucket_numel=2500, prefetch_numel=4000)
         for combination in combinations
         if combination["offload"].states != PARAMETERS or combination["stage"] == 3
     ]

@@ -164,12 +164,10 @@ def test_a_dry_run_of_auto_has_the_memory_of_its_plan_and_not_that_of_the_steps_
         """Return the bytes on the device and on the host."""
         return [sum(dry_run(shallow(*stage, *options)).peak[where].values()) for where in (DEVICE, HOST)]
 
-    def peaks_of_auto(budget: float) -> list[int]:
-        return peaks("--offload.mode=auto", *chunks, f"--offload.accelerator_memory_gb={budget / 1e9}")
-
-    most, least = peaks_of_auto(1e9), peaks("--offload.mode=host")
+    most, least = peaks(), peaks("--offload.mode=host")
     budget = (least[0] + most[0]) / 2
-    some = peaks_of_auto(budget)
+    auto = "--offload.mode=auto", f"--offload.accelerator_memory_gb={budget / 1e9}"
+    some = peaks(*auto, *chunks)
     assert least[0] < some[0] <= budget < most[0]
     assert most[1] < some[1] < least[1]
 

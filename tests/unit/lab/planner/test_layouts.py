@@ -167,9 +167,9 @@ LAYOUT = "--train.reproducible=layout --train.reproducible_blocks"
     ("stage", "shard_size", "over", "overlap", "option"),
     [
         (3, 2, "all", True, IN_FP32),
-        (0, None, "group", True, IN_FP32),
+        pytest.param(0, None, "group", True, IN_FP32, marks=pytest.mark.full),
         (3, 2, "all", True, f"{LAYOUT}=8"),  # 2 blocks for each group
-        (2, None, "group", False, f"{LAYOUT}=2"),
+        pytest.param(2, None, "group", False, f"{LAYOUT}=2", marks=pytest.mark.full),
         (1, None, "group", True, f"{LAYOUT}=32"),  # 4 for each rank
     ],
 )

@@ -125,7 +125,11 @@ def test_every_store_and_local_accumulation_is_considered():
 
 @pytest.mark.parametrize(
     ("stage", "accumulate", "tensor_size"),
-    [(1, "reduce", 2), pytest.param(3, "reduce", 1, marks=pytest.mark.full), (3, "local", 2)],
+    [
+        pytest.param(1, "reduce", 2, marks=pytest.mark.full),
+        pytest.param(3, "reduce", 1, marks=pytest.mark.full),
+        (3, "local", 2),
+    ],
 )
 def test_three_micro_batches_are_recorded_and_have_the_time_and_memory_of_seven(
     monkeypatch: pytest.MonkeyPatch, stage: int, accumulate: str, tensor_size: int
