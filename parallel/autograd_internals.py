@@ -95,8 +95,12 @@ def forbid_writes(tensor: Tensor) -> None:
     """Make every write to the tensor's storage raise RuntimeError.
 
     Torch refuses most writes to an expanded tensor, since its elements share memory, but not `fill_`, `zero_` and
-    writes to a single element: these would be lost in silence.
+    writes to a single element: these would be lost in silence. Under torch's CUDA sanitizer, which reads the addresses
+    of all tensors, nothing is forbidden.
     """
+    sanitizer = sys.modules.get("torch.cuda._sanitizer")
+    if sanitizer is not None and sanitizer.cuda_sanitizer.enabled:
+        return
     torch._C._set_throw_on_mutable_data_ptr(tensor)
 
 

@@ -8,7 +8,9 @@ memory      Segments that grow leave fewer gaps between tensors of different siz
             power of two; from `EXACT_PINNED_MB` on, it gets the size that is asked for (torch 2.13 can, 2.11 cannot).
 pages       On a CPU, torch asks for pages of 2 MB instead of 4 KB for tensors of at least that size. The logits of a
             micro-batch are freed and allocated again in each, and their memory would fault page by page.
-launches    With one queue from the host to the device, kernels and collectives start in the order of their launch.
+launches    With one queue from the host to the device, kernels and collectives start in the order of their launch. Else
+            there are 32: with 8, more streams than these would wait for each other.
+compilers   The ranks of a node share its cores for the processes that compile: inductor starts up to 32 of each rank.
 files       As many may be open as the hard limit allows: the store has three connections of each rank.
 NCCL        Torch writes its record of the last collectives, by the flight recorder, to the folder of the run.
 """
@@ -20,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from parallel.torch_internals import set_allocator
+from parallel.torch_internals import set_allocator, set_compile_threads
 
 EXACT_PINNED_MB = 1
 ALLOCATOR = {"expandable_segments": "True", "pinned_max_round_threshold_mb": str(EXACT_PINNED_MB)}
@@ -45,8 +47,7 @@ def set_variables(
     """
     if fixes_kernels:
         environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    if orders_launches:
-        environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1" if orders_launches else "32")
     if record_folder is not None and not any(name in environment for name in FLIGHT_RECORDER_NAMES):
         environment[FLIGHT_RECORDER_NAMES[0]] = str(record_folder / FLIGHT_RECORD)
     own = next((environment[name] for name in ALLOCATOR_NAMES if name in environment), "")
@@ -72,6 +73,12 @@ def use_large_pages(environment: MutableMapping[str, str], device: torch.device)
     """Let torch's allocator of the CPU use large pages. It reads the variable when it first allocates."""
     if device.type == "cpu":
         environment.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+
+
+def share_compilers(environment: MutableMapping[str, str], local_size: int) -> None:
+    """Let the ranks of a node start as many processes that compile as it has cores."""
+    if local_size > 1 and "TORCHINDUCTOR_COMPILE_THREADS" not in environment:
+        set_compile_threads(max(1, len(_own_cores()) // local_size))
 
 
 def share_cores(

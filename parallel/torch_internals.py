@@ -179,9 +179,16 @@ def set_allocator(options: str) -> bool:
 
 def largest_rounded_pinned_bytes() -> float:
     """Return the size of pinned memory up to which torch rounds it up to a power of two; infinity without a limit."""
-    options = torch._C._accelerator_getAllocatorSettings()
+    read = getattr(torch._C, "_accelerator_getAllocatorSettings", None)  # torch 2.11 has neither this nor the option
+    options = read() if read else ""
     found = re.search(r"pinned_max_round_threshold_mb:(\d+)", options.replace(" ", ""))
     return int(found[1]) * 2**20 if found else math.inf
+
+
+def set_compile_threads(number: int) -> None:
+    """Set the number of processes in which inductor compiles."""
+    config: Any = importlib.import_module("torch._inductor.config")
+    config.compile_threads = number
 
 
 def memory_snapshot(path: Path) -> None:

@@ -22,7 +22,14 @@ import torch.distributed as dist
 
 from parallel.ending import EXIT_LOST, EXIT_USER_ERROR, end_process
 from parallel.pairwise import complete_all
-from parallel.process_defaults import num_gpus_of_node, raise_file_limit, set_variables, share_cores, use_large_pages
+from parallel.process_defaults import (
+    num_gpus_of_node,
+    raise_file_limit,
+    set_variables,
+    share_compilers,
+    share_cores,
+    use_large_pages,
+)
 from parallel.store import FAILURE_KEY, has_failed_elsewhere, num_failures
 from parallel.torch_internals import FakeStore, default_store, take_default_timeout
 from parallel.validation.errors import ConfigError, NodeError
@@ -187,6 +194,7 @@ def start_world(options: StartOptions = StartOptions()) -> World:
         torch.cuda.set_device(device)
     use_large_pages(os.environ, device)
     share_cores(os.environ, local_size, device, options.fixes_kernels)
+    share_compilers(os.environ, local_size)
     if size > 1:
         # The ranks agree on a prefix of the store before the process group uses it: a group that reads the keys of an
         # earlier start would try to connect to processes that have ended.

@@ -86,6 +86,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.loss_scale = LossScale(device=device) if loss_scale is None else loss_scale
         check_type("`tensor` of ZeroOptimizer", self.tensor, Axis, "give it `mesh.tensor`")
         check_type("`loss_scale` of ZeroOptimizer", self.loss_scale, LossScale, "such as LossScale(2.0**16)")
+        self.loss_scale.move(device)
         warns = warn_skipped and not self.loss_scale.is_dynamic
         self._skipped_steps = SkippedSteps(device, max_skipped_in_a_row, warns)
         given = self._given(optimizer, groups, settings)

@@ -47,7 +47,7 @@ def train(stage: int, offload: str, store: str, precision: str, tensor_size: int
         initialize(gpt, seed=0)
         zero = ZeroConfig(stage, 3000, overlap_gather=True, accumulate="local" if stage == 3 else "reduce")
         model = ZeroDataParallel(gpt, mesh.data, zero, offload=config)
-        scale = LossScale(2.0**8, is_dynamic=precision == "fp16", device=cuda)
+        scale = LossScale(2.0**8, is_dynamic=precision == "fp16")  # the optimizer moves it to the device
         settings = {"tensor": mesh.tensor, "clip_norm": 1.0, "loss_scale": scale, "fused": True}
         optimizer = ZeroOptimizer(model, torch.optim.AdamW, **settings)
         batches = [torch.zeros((2, CONFIG.seq_length + 1), dtype=torch.int64, device=cuda) for _ in range(2)]

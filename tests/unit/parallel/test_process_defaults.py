@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._inductor import config as inductor
 
 from parallel import process_defaults as defaults
 from parallel.validation.errors import ConfigError, NodeError
@@ -20,7 +21,7 @@ def test_launches_are_ordered_only_if_asked_and_nccls_record_goes_to_the_run_unl
     own = {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/tmp/mine_"}
     of_run = "/runs/1/nccl_trace_rank_"
     for orders_launches, given, expected in [
-        (False, {}, (None, of_run)),
+        (False, {}, ("32", of_run)),
         (True, {}, ("1", of_run)),
         (True, own, ("8", None)),
     ]:
@@ -49,6 +50,19 @@ def test_tensors_of_a_cpu_lie_in_large_pages_unless_the_user_has_set_it(device, 
     environment = dict(given)
     defaults.use_large_pages(environment, device)
     assert environment.get("THP_MEM_ALLOC_ENABLE") == expected
+
+
+def test_the_ranks_of_a_node_share_its_cores_for_compilers(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(defaults, "_own_cores", lambda: set(range(12)))
+    monkeypatch.setattr(inductor, "compile_threads", 32)
+    for size, given, expected in (
+        (1, {}, 32),
+        (8, {"TORCHINDUCTOR_COMPILE_THREADS": "9"}, 32),
+        (5, {}, 2),
+        (99, {}, 1),
+    ):
+        defaults.share_compilers(dict(given), size)
+        assert inductor.compile_threads == expected
 
 
 PINNED, SEGMENTS = "pinned_max_round_threshold_mb:1", "expandable_segments:True"

@@ -146,6 +146,12 @@ def test_a_group_that_sends_nothing_has_no_time_limit():
         dist.destroy_process_group()
 
 
+def test_the_oldest_torch_rounds_all_pinned_memory(monkeypatch: pytest.MonkeyPatch):
+    """Torch 2.11 has neither the option nor its getter."""
+    monkeypatch.delattr(torch._C, "_accelerator_getAllocatorSettings")
+    assert internals.largest_rounded_pinned_bytes() == math.inf
+
+
 def test_options_of_the_allocators_are_set_and_found_again():
     before = torch._C._accelerator_getAllocatorSettings()
     try:

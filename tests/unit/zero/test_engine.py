@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.cuda._sanitizer
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel.mesh import Axis
 from parallel.tensor.gradient_sums import GradientSums
+from parallel.tensor_tree import find_tensors
 from parallel.validation.errors import ConfigError
 from zero.checkpoint.checkpoint import load, save
 from zero.data_parallel import ZeroDataParallel
@@ -68,6 +71,25 @@ def test_a_model_that_is_wrapped_in_inference_mode_is_trained():
     assert optimizer.step() > 0
     with torch.inference_mode(), pytest.raises(ConfigError, match=r"^0\.weight was made in torch\.inference_mode"):
         ZeroDataParallel(two_layers(), DATA, ZeroConfig(2))
+
+
+class ReadingAddresses(TorchDispatchMode):
+    """A mode that reads the addresses of all tensors of an operation, as torch's CUDA sanitizer does."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        for tensor in find_tensors((args, kwargs))[0]:
+            tensor.data_ptr()
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_step_runs_under_torchs_sanitizer(stage: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda._sanitizer.cuda_sanitizer, "enabled", True)
+    with ReadingAddresses():
+        model = wrapped(stage)
+        optimizer = ZeroOptimizer(model, torch.optim.AdamW)
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
 
 
 def test_hooks_that_others_have_removed_are_missed_at_once():

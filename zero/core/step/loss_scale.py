@@ -43,6 +43,11 @@ class LossScale:
         self._num_good = torch.zeros((), dtype=torch.int64, device=device)
         self._num_overflowed = torch.zeros((), dtype=torch.int64, device=device)
 
+    def move(self, device: torch.device) -> None:
+        """Move the scale and the counters to the device of the gradients."""
+        self.scale = self.scale.to(device)
+        self._num_good, self._num_overflowed = self._num_good.to(device), self._num_overflowed.to(device)
+
     def update(self, found_inf: Tensor) -> None:
         """Update a dynamic scale after a step.
 
