@@ -1,4 +1,4 @@
-"""What a start, a save and an evaluation cost in worlds of different sizes, and how fast it grows with them.
+"""Costs of a start, a save and an evaluation in worlds of different sizes, and how fast they grow with them.
 
     python -m lab.scale [--processes 4 8 16 32 64] [--ranks 1024 16384]
 
@@ -91,7 +91,7 @@ def counted(method: Callable[..., Any], counts_of: Callable[[Any], Counts]) -> C
 
 
 class Values:
-    """What the store in memory of a world of `size` ranks holds."""
+    """The values in the store in memory of a world of `size` ranks."""
 
     def __init__(self, size: int):
         self.size, self.changed = size, threading.Condition()

@@ -1,4 +1,4 @@
-"""What a rank asks of the store does not grow with the world, and what the first one reads is linear in it."""
+"""Counts of operations, which do not grow with the world, and bytes that grow no faster than it."""
 
 from lab.scale import exponent, in_memory
 
