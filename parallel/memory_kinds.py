@@ -91,7 +91,7 @@ class PeakMeter:
 
     def restart(self) -> None:
         if self._device.type == "cuda":
-            _peaks_before_restart[self._device] = highest_peaks(self._device)
+            _peaks_before_restart[_index(self._device)] = highest_peaks(self._device)
             torch.cuda.reset_peak_memory_stats(self._device)
         for observer in _memory_observers():
             observer.restart_peak()
@@ -104,16 +104,20 @@ class PeakMeter:
 
 
 def highest_peaks(device: torch.device) -> tuple[int, int]:
-    """Return the most (allocated, reserved) bytes of a CUDA device, also before a `PeakMeter` has restarted.
+    """Return the most (allocated, reserved) bytes of a CUDA device in this process, also before a meter's restarts.
 
     CUDA has one peak for all readers.
     """
-    allocated, reserved = _peaks_before_restart.get(device, (0, 0))
+    allocated, reserved = _peaks_before_restart.get(_index(device), (0, 0))
     now = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
     return max(allocated, now[0]), max(reserved, now[1])
 
 
-_peaks_before_restart: dict[torch.device, tuple[int, int]] = {}
+_peaks_before_restart: dict[int, tuple[int, int]] = {}  # by the number of the device
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 def _memory_observers() -> list[MemoryObserver]:

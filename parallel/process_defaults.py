@@ -31,6 +31,7 @@ ALLOCATOR_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 FLIGHT_RECORDER_NAMES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 FLIGHT_RECORD = "nccl_trace_rank_"  # followed by the rank, as torch's analyzer `torchfrtrace` expects it
 
+COMPILERS = "TORCHINDUCTOR_COMPILE_THREADS"
 SYSFS, GPUS_OF_NODE = Path("/sys"), Path("/proc/driver/nvidia/gpus")
 
 
@@ -75,12 +76,6 @@ def use_large_pages(environment: MutableMapping[str, str], device: torch.device)
         environment.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
-def share_compilers(environment: MutableMapping[str, str], local_size: int) -> None:
-    """Let the ranks of a node start as many processes that compile as it has cores."""
-    if local_size > 1 and "TORCHINDUCTOR_COMPILE_THREADS" not in environment:
-        set_compile_threads(max(1, len(_own_cores()) // local_size))
-
-
 def share_cores(
     environment: MutableMapping[str, str], local_size: int, device: torch.device, fixed_threads: bool = False
 ) -> None:
@@ -90,13 +85,17 @@ def share_cores(
     """
     cores = _own_cores()
     near = _cores_near_gpu(device) & cores if device.type == "cuda" else set()
+    # The ranks that torchrun starts share the cores that it may use; those of Slurm may each have cores of their own.
+    are_shared = "TORCHELASTIC_RUN_ID" in environment or len(cores) == os.cpu_count()
+    num_own = max(1, len(cores) // (local_size if are_shared else 1))
+    if local_size > 1 and COMPILERS not in environment:
+        environment[COMPILERS] = str(num_own)
+        set_compile_threads(num_own)
     if near:
         os.sched_setaffinity(0, near)
     if "OMP_NUM_THREADS" in environment and not _is_of_torchrun(environment, _environment_of_parent()):
         return
-    # The ranks that torchrun starts share the cores that it may use; those of Slurm may each have cores of their own.
-    are_shared = "TORCHELASTIC_RUN_ID" in environment or len(cores) == os.cpu_count()
-    num_threads = max(1, min(len(cores) // (local_size if are_shared else 1), len(near or cores)))
+    num_threads = min(num_own, len(near or cores))
     is_fixed = fixed_threads and device.type == "cpu"
     if is_fixed:
         num_threads = 1

@@ -54,9 +54,11 @@ def cast_floating_point(tree: Any, dtype: torch.dtype) -> Any:
     """Return a tree with its floating-point tensors in `dtype`.
 
     It is searched through dictionaries, tuples, lists, and dataclasses. Dictionaries of other classes and dataclasses
-    stay the same objects if nothing in them changes, and else are copied.
+    stay the same objects if nothing in them changes, and else are copied: what is assigned to a copy is not seen in the
+    original.
     """
     changed: list[Tensor] = []
+    found: dict[int, Any] = {}  # by `id`: an object may refer to itself
 
     def cast(item: Any) -> Any:
         if isinstance(item, Tensor):
@@ -71,14 +73,15 @@ def cast_floating_point(tree: Any, dtype: torch.dtype) -> Any:
         return item
 
     def replaced(item: Any, values: dict[Any, Any], assign: Callable[[Any, Any, Any], None]) -> Any:
-        num_changed = len(changed)
+        if id(item) in found:
+            return found[id(item)]
+        found[id(item)], num_changed = item, len(changed)
         values = tree_map(cast, dict(values))
-        if len(changed) == num_changed:
-            return item
-        item = copy(item)
-        for name, value in values.items():
-            assign(item, name, value)
-        return item
+        if len(changed) > num_changed:
+            found[id(item)] = copied = copy(item)
+            for name, value in values.items():
+                assign(copied, name, value)
+        return found[id(item)]
 
     return tree_map(cast, tree)
 

@@ -8,6 +8,7 @@ function would add a call to every operation.
 import importlib
 import math
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -186,9 +187,9 @@ def largest_rounded_pinned_bytes() -> float:
 
 
 def set_compile_threads(number: int) -> None:
-    """Set the number of processes in which inductor compiles."""
-    config: Any = importlib.import_module("torch._inductor.config")
-    config.compile_threads = number
+    """Set the number of processes in which inductor compiles, if it has read the environment already."""
+    if (config := sys.modules.get("torch._inductor.config")) is not None:
+        config.compile_threads = number  # type: ignore[attr-defined]
 
 
 def memory_snapshot(path: Path) -> None:

@@ -26,7 +26,6 @@ from parallel.process_defaults import (
     num_gpus_of_node,
     raise_file_limit,
     set_variables,
-    share_compilers,
     share_cores,
     use_large_pages,
 )
@@ -194,7 +193,6 @@ def start_world(options: StartOptions = StartOptions()) -> World:
         torch.cuda.set_device(device)
     use_large_pages(os.environ, device)
     share_cores(os.environ, local_size, device, options.fixes_kernels)
-    share_compilers(os.environ, local_size)
     if size > 1:
         # The ranks agree on a prefix of the store before the process group uses it: a group that reads the keys of an
         # earlier start would try to connect to processes that have ended.

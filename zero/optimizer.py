@@ -121,9 +121,10 @@ def check_replicated(model: ZeroDataParallel, tensor: Axis) -> None:
     for _, own, master in model.slices():
         if own.span.name in numbers:
             sums[numbers[own.span.name]] += bit_sum(master).to(sums.device)
-    of_ranks = tensor.gather_by_rank(sums.to(tensor.communication_device(sums)))
-    differs = of_ranks.ne(of_ranks[0]).any(dim=0).long()
-    model.data.all_reduce(differs, out=differs).wait()
+    sums = sums.to(tensor.communication_device(sums))
+    model.data.all_reduce(sums, out=sums).wait()  # over the owners: tensor ranks may divide their buckets differently
+    of_ranks = tensor.gather_by_rank(sums)
+    differs = of_ranks.ne(of_ranks[0]).any(dim=0)
     found = [name for name, number in numbers.items() if differs[number]]
     if found:
         raise ConfigError(

@@ -176,12 +176,13 @@ def _read_config(path: Path) -> tuple[Family, ModelConfig]:
             "supported; choose another model"
         )
     family = FAMILIES[found["model_type"]]
-    of_others = {key for each in FAMILIES.values() for key in each.keys}.union(KEYS_OF_OTHERS) - family.keys
-    for name in sorted(of_others & found.keys()):
-        if found[name] not in (None, False):
+    fixed = {key: value for each in FAMILIES.values() for key, value in each.fixed.items()}
+    for name in sorted({*fixed, *KEYS_OF_OTHERS} & found.keys() - family.keys):
+        is_neutral = not found[name] or found[name] == fixed.get(name) or (found[name] == 1 and found[name] is not True)
+        if not is_neutral:
             raise ConfigError(
-                f"{path}: the model has {name}={shown(found[name])}, which is no key of {family.configuration}, and of "
-                "models of another class; correct model_type, or remove the key"
+                f"{path}: the model has {name}={shown(found[name])}, which is no key of {family.configuration}, and "
+                "changes the logits of models of other classes; correct model_type, or remove the key"
             )
     optional: dict[str, Schema] = {**{name: type(value) for name, value in family.fixed.items()}, **family.optional}
     schema = {name: of_value for name, of_value in optional.items() if found.get(name) is not None}

@@ -73,12 +73,16 @@ def refuse_scripted(module: nn.Module) -> None:
 
 
 def _plain_attributes(module: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors that are attributes of modules, and neither parameters nor buffers."""
+    """Return the tensors that are attributes of modules, and neither parameters nor buffers.
+
+    Those that `torch.nn.utils.spectral_norm` computes before each forward are left out.
+    """
     return {
         f"{prefix}.{name}" if prefix else name: value
         for prefix, submodule in module.named_modules()
         for name, value in vars(submodule).items()
         if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and not value.is_meta
+        if f"{name}_orig" not in submodule._parameters
     }
 
 

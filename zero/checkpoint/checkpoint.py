@@ -4,7 +4,6 @@ FOLDER/layout.json               where each tensor is stored, the optimizer's se
        rank-00000.safetensors    the flat shards that rank 0 owns, its random states, and what is not sharded
 """
 
-import hashlib
 import logging
 import math
 import re
@@ -13,6 +12,7 @@ import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import torch
 
@@ -33,7 +33,8 @@ logger = logging.getLogger(__name__)
 SCHEMA: dict[str, Schema] = {
     "save": str,  # a random name, by which the files of one save are told from those of another
     "extra": dict,
-    "settings": [{"numbers": {str: float}, "tuples": {str: [float]}}],  # of each group of the optimizer
+    # Of each group of the optimizer; "members" are the checksums of its parameters' names, since version 0.2.
+    "settings": [{"numbers": {str: float}, "tuples": {str: [float]}}],
 }
 OWN_FILE = re.compile(r"layout\.json|rank-[0-9]{5,}\.safetensors")
 REMEDY = "make room or choose another folder (this save has changed nothing there)"
@@ -126,7 +127,7 @@ def _in_order_of_groups(
 ) -> dict[str, Any]:
     """Return what a layout has of each group in the order of the optimizer's groups, which are known by their members.
 
-    Raises ConfigError if the optimizer has other groups. Files of earlier versions do not name members.
+    Raises ConfigError if the parameters of a group were in several groups. Earlier versions do not name members.
     """
     settings, counters, groups = layout["settings"], layout["optimizer_counters"], optimizer.param_groups
     if len(groups) != len(settings) or len(counters) != len(settings):
@@ -134,29 +135,28 @@ def _in_order_of_groups(
             f"checkpoint {checkpoint} has {len(settings)} groups of parameters, the optimizer has {len(groups)}; give "
             "it the groups that were saved"
         )
-    left = {number: of_group.get("members") for number, of_group in enumerate(settings)}
-    if len(groups) == 1 or None in left.values():
+    saved = [set(of_group.get("members", ())) for of_group in settings]
+    if len(groups) == 1 or not any(saved):
         return {}
     order = []
-    for number, (members, names) in enumerate(_members(state, optimizer)):
-        found = next((saved for saved, those in left.items() if those == members), None)
-        if found is None:
+    for number, members in enumerate(_members(state, optimizer)):
+        found = [group for group, those in enumerate(saved) if those & set(members)] if members else [number]
+        if len(found) != 1:
             raise ConfigError(
-                f"checkpoint {checkpoint} has no group with the parameters of group {number} of the optimizer: "
-                f"{len(names)}, such as {names[0] if names else 'none'}; give it the groups that were saved"
+                f"checkpoint {checkpoint} has the {len(members)} parameters of group {number} of the optimizer in "
+                f"{len(found)} groups, whose settings they cannot have together; give it the groups that were saved"
             )
-        del left[found]
-        order.append(found)
+        order += found
     return {"settings": [settings[n] for n in order], "optimizer_counters": [counters[n] for n in order]}
 
 
-def _members(state: RankState, optimizer: ZeroOptimizer) -> list[tuple[str, list[str]]]:
-    """Return (hash, names) of the trainable parameters of each group."""
-    found: list[list[str]] = [[] for _ in optimizer.param_groups]
-    for name, param in sorted(state.model.module.named_parameters()):
+def _members(state: RankState, optimizer: ZeroOptimizer) -> list[list[int]]:
+    """Return the checksums of the names of the trainable parameters of each group."""
+    found: list[list[int]] = [[] for _ in optimizer.param_groups]
+    for name, param in state.model.module.named_parameters():
         if param in optimizer.pieces.group_of:
-            found[optimizer.pieces.group_of[param]].append(name)
-    return [(hashlib.sha256("\n".join(names).encode()).hexdigest()[:16], names) for names in found]
+            found[optimizer.pieces.group_of[param]].append(crc32(name.encode()))
+    return found
 
 
 def has_checkpoint(folder: str | Path) -> bool:
@@ -207,12 +207,12 @@ def _replace(partial: Path, final: Path) -> None:
 
 
 def _settings(state: RankState) -> list[dict[str, Any]]:
-    """Return the numbers, and the tuples of numbers, among the settings of each group, and a hash of its members."""
+    """Return the numbers, and the tuples of numbers, among the settings of each group, and its members."""
     optimizer = state.optimizer
     if optimizer is None:
         return []
     found = []
-    for number, (members, _) in enumerate(_members(state, optimizer)):
+    for number, members in enumerate(_members(state, optimizer)):
         group = optimizer.param_groups[number]
         defaults = optimizer.update_of(number).optimizer.defaults
         names = [name for name in defaults if name in group and name not in IMPLEMENTATION]

@@ -228,8 +228,8 @@ class Engine(nn.Module):
     def register_forward_method(self, name: str, module: nn.Module | None = None) -> None:
         """Let a method of the module, or of `module` inside it, run by itself, as `forward` does.
 
-        Its parameters are unsharded while it runs and in its backward, and its inputs are cast as those of the forward
-        are. Raises ValueError if `module` is not a part of
+        Its parameters are unsharded while it runs and in its backward. Its inputs are cast as those of the forward are,
+        also where the forward calls it. Raises ValueError if `module` is not a part of
         this model, or has no such method. Modules that such a method calls need no registration.
         """
         owner = self.module if module is None else module

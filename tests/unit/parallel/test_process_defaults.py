@@ -55,13 +55,16 @@ def test_tensors_of_a_cpu_lie_in_large_pages_unless_the_user_has_set_it(device, 
 def test_the_ranks_of_a_node_share_its_cores_for_compilers(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(defaults, "_own_cores", lambda: set(range(12)))
     monkeypatch.setattr(inductor, "compile_threads", 32)
+    own = {"OMP_NUM_THREADS": "3"}  # of the user: the threads of this process stay
+    of_torchrun = own | {"TORCHELASTIC_RUN_ID": "a"}
     for size, given, expected in (
-        (1, {}, 32),
-        (8, {"TORCHINDUCTOR_COMPILE_THREADS": "9"}, 32),
-        (5, {}, 2),
-        (99, {}, 1),
+        (1, of_torchrun, 32),
+        (8, of_torchrun | {"TORCHINDUCTOR_COMPILE_THREADS": "9"}, 32),
+        (5, of_torchrun, 2),
+        (99, of_torchrun, 1),
+        (8, own, 12),  # each rank of Slurm has cores of its own
     ):
-        defaults.share_compilers(dict(given), size)
+        defaults.share_cores(dict(given), size, CPU)
         assert inductor.compile_threads == expected
 
 

@@ -110,6 +110,21 @@ def test_a_large_model_that_is_gathered_at_once_warns(stage: int, units: Any, wa
     ] * warns
 
 
+def test_a_registered_method_may_call_the_model():
+    class Sampling(nn.Sequential):
+        def sample(self, forward: Any, x: Tensor) -> Tensor:
+            return forward(x) * self.scale
+
+    module = Sampling(*two_layers())
+    module.scale = nn.Parameter(torch.full((4,), 2.0))
+    model = ZeroDataParallel(module, DATA, ZeroConfig(3))
+    optimizer = ZeroOptimizer(model, torch.optim.SGD, lr=0.1)
+    model.register_forward_method("sample")
+    for _ in range(2):
+        model.module.sample(model, torch.ones(1, 4)).sum().backward()
+        assert optimizer.step() > 0
+
+
 def test_a_parameter_keeps_its_shape_and_its_type():
     model = wrapped(stage=2)
     weight = model.module[0].weight

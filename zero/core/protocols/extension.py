@@ -30,7 +30,10 @@ class Extension:
         """Note that the `Engine` is complete; an optimizer is attached later."""
 
     def on_round(self, following: Round) -> None:
-        """Note that the launches from here on belong to another round of the step."""
+        """Note that the launches from here on belong to another round of the step.
+
+        Each micro-batch has a forward, in all stages, and so has each call of a part of the model.
+        """
 
     def on_launch(self, kind: Launch, number: int) -> None:
         """Note the next launch: the gather of unit `number`, or the reduction of the bucket at this position.

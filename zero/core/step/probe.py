@@ -24,8 +24,8 @@ from zero.core.step.pieces import Piece, WholePlace, locate
 from zero.core.step.update import Update
 
 PROBED_ROWS, PROBED_COLUMNS, PROBED_CUT, NUM_PROBE_STEPS = 6, 8, 19, 32
-NUMBERS = int, float, Tensor
-PROBED_RATE = 1e-2  # is tried too: with a learning rate near zero, no two results would differ
+NUMBERS = int, float, Tensor  # the types of settings and states that are compared, if they are 0-dim
+PROBED_RATE = 1e-2  # a rate that is tried beside the given one: with one near zero, no two results would differ
 
 
 @real_tensors()
@@ -51,7 +51,7 @@ def probe(
         for rate in (None, PROBED_RATE):
             keys.append(repr([sorted(_with_rate(rate, values).items(), key=str) for values in (group, settings)]))
             if keys[-1] not in found:
-                make = partial(_make, optimizer, group, settings, rate)
+                make = partial(_make_probed, optimizer, group, settings, rate)
                 found[keys[-1]] = _probe(name, make, device, alignment)
     return [found[key] for key in keys[1::2]]
 
@@ -144,10 +144,12 @@ def _different_number(whole: Optimizer, param: Tensor, in_pieces: Optimizer, pie
         numbers.append({name: float(value) for name, value in scalars.items() if isinstance(value, NUMBERS)})
     first, second = numbers
     common = [name for name in first if name in second]
-    return next((name for name in common if not math.isclose(first[name], second[name], rel_tol=1e-5)), "")
+    close = {name: math.isclose(first[name], second[name], rel_tol=1e-5, abs_tol=1e-12) for name in common}
+    both_nan = {name for name in common if math.isnan(first[name]) and math.isnan(second[name])}
+    return next((f"its {name}" for name in common if not close[name] and name not in both_nan), "")
 
 
-def _make(
+def _make_probed(
     optimizer: Callable[..., Optimizer],
     group: Mapping[str, Any],
     settings: Mapping[str, Any],

@@ -68,6 +68,7 @@ class ModuleHooks:
         self.begin = torch.compiler.disable(self._begin)
         self.handles: list[RemovableHandle] = []
         self._methods: list[tuple[nn.Module, str]] = []
+        self.num_methods_running = 0  # registered ones, whose end is always noticed
         names: dict[nn.Module, list[str]] = {}
         for name, module in root.named_modules(remove_duplicate=False):
             names.setdefault(module, []).append(name)
@@ -92,9 +93,7 @@ class ModuleHooks:
         """Treat a call of a method like a call of the module, and cast what it is called with."""
         if isinstance(vars(module).get(name), ForwardMethod):
             return
-        unit = self._unit_of[module]
-        before = partial(self._observer.before_forward, unit, module)
-        after = partial(self._observer.after_forward, unit, module)
+        before, after = partial(self._before_method, module), partial(self._after_method, module)
         setattr(module, name, ForwardMethod(module, name, before, after, cast))
         self._methods.append((module, name))
 
@@ -105,6 +104,14 @@ class ModuleHooks:
         while self._methods:
             delattr(*self._methods.pop())
         restore_parameter_tables(self._root)
+
+    def _before_method(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        self._observer.before_forward(self._unit_of[module], module, args, kwargs)
+        self.num_methods_running += 1
+
+    def _after_method(self, module: nn.Module, output: Any) -> None:
+        self.num_methods_running -= 1
+        self._observer.after_forward(self._unit_of[module], module, output)
 
     def _install(self, module: nn.Module, is_unit: bool) -> RemovableHandle:
         unit = self._unit_of[module]

@@ -147,9 +147,9 @@ class UnitScheduler:
     def end_abandoned_calls(self) -> None:
         """End the calls that an exception has left without a hook: one that is no `Exception`, as KeyboardInterrupt.
 
-        None of the model may be running, but in a backward.
+        None of the model may be running, but in a backward or in a registered method, and then nothing is done.
         """
-        while self._access.running and not is_in_backward():
+        while self._access.running and not (is_in_backward() or self.hooks.num_methods_running):
             unit, call = next(reversed(self._access.running.items()))
             call.depth = 1
             self.after_forward(unit, call.module, None)

@@ -84,8 +84,8 @@ class Unit:
     def retain(self, reader: object, *, lossless: bool = False) -> None:
         """Make the parameters readable until `reader` releases them."""
         self._readers.add(reader)
-        self._extensions.before_read(self.flat_of)
         self.start_unshard(lossless=lossless)
+        self._extensions.before_read(self.flat_of)
         for flat in self.flats:
             flat.unshard()
 

@@ -27,7 +27,7 @@ class MemoryRecorder:
         self.budget_bytes = budget_bytes
         self._num_steps_left = NUM_RECORDED
         self.meter = PeakMeter(device)
-        self.moment = UPDATE
+        self.moment, self._has_begun = UPDATE, False
         self.peaks: defaultdict[Moment, int] = defaultdict(int)
 
     @property
@@ -35,9 +35,10 @@ class MemoryRecorder:
         return self._num_steps_left > 0
 
     def begin_forward(self) -> None:
-        """Restart the meter before the first forward: the memory that building the model needed has been freed."""
-        if self.is_recording and not self.peaks:
+        """Restart the meter before a step's first forward: the memory that building the model needed has been freed."""
+        if self.is_recording and not self._has_begun:
             self.meter.restart()
+        self._has_begun = True
 
     def enter(self, moment: Moment) -> None:
         """End a moment, and begin the next."""
@@ -67,6 +68,7 @@ class MemoryRecorder:
     def end_step(self) -> bool:
         """End a step that was recorded; return whether it was the last. The peaks of the last one stay."""
         self._num_steps_left -= 1
+        self._has_begun = False
         if self.is_recording:
             self.peaks.clear()
         return not self.is_recording

@@ -241,7 +241,11 @@ def test_a_model_that_transformers_does_not_have_is_not_written(changes, named):
 
 @pytest.mark.parametrize(
     ("name", "key", "value"),
-    [("llama", "residual_multiplier", 0.22), ("qwen3", "n_inner", 64), ("qwen2", "attention_bias", True)],
+    [
+        ("llama", "residual_multiplier", 0.22),
+        ("qwen3", "scale_attn_by_inverse_layer_idx", 2),
+        ("qwen2", "attention_bias", True),
+    ],
 )
 def test_a_key_that_changes_models_of_another_class_only_is_refused(name, key, value, tmp_path):
     config = preset_config(name)
@@ -249,5 +253,6 @@ def test_a_key_that_changes_models_of_another_class_only_is_refused(name, key, v
     change_config(tmp_path, lambda content: content.update({key: value}))
     with pytest.raises(ConfigError, match=rf"the model has {key}={value}, which is no key of \w+Config"):
         read_pretrained(tmp_path)
-    change_config(tmp_path, lambda content: content.update({key: None}))
-    read_pretrained(tmp_path)
+    for neutral in (None, False, 1.0):
+        change_config(tmp_path, lambda content, neutral=neutral: content.update({key: neutral}))
+        read_pretrained(tmp_path)

@@ -102,6 +102,14 @@ def test_what_would_be_wrong_in_silence_is_refused_by_name(kind):
 
 
 @pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.filterwarnings("ignore:.*spectral_norm.*:FutureWarning")
+def test_a_spectral_norm_is_trained():
+    model = ZeroDataParallel(nn.utils.spectral_norm(nn.Linear(4, 4)), Axis.trivial("data"), ZeroConfig(2))
+    optimizer = ZeroOptimizer(model, torch.optim.SGD, lr=0.1)
+    model(torch.ones(1, 4)).sum().backward()
+    assert optimizer.step() > 0
+
+
 def test_a_scripted_module_is_refused_as_the_model_and_after_wrapping(stage):
     with pytest.raises(ConfigError, match=f"^the module is a RecursiveScriptModule {SCRIPTED}"):
         ZeroDataParallel(torch.jit.script(nn.Linear(2, 2)), Axis.trivial("data"), ZeroConfig(stage))

@@ -65,3 +65,16 @@ def test_floating_point_tensors_are_cast_in_containers_and_dataclasses():
     assert tree[2].x[0] is X
     kept = [Frozen([1, numbers]), Named(a=Frozen(numbers))]
     assert all(new is old for new, old in zip(cast_floating_point(kept, torch.bfloat16), kept, strict=True))
+
+
+def test_objects_that_refer_to_each_other_are_cast_once():
+    @dataclass
+    class Node:
+        x: Tensor
+        other: Any = None
+
+    first, second = Node(X), Node(Y)
+    first.other, second.other = second, first
+    one, again = cast_floating_point([first, first], torch.bfloat16)
+    assert one is again
+    assert one.x.dtype is one.other.x.dtype is torch.bfloat16

@@ -248,14 +248,30 @@ def test_groups_are_known_by_their_parameters(tmp_path: Path):
     assert train(loaded).equal(train(saved))
 
 
-def test_groups_with_other_parameters_are_refused(tmp_path: Path):
+def test_groups_of_fewer_parameters_keep_their_settings(tmp_path: Path):
+    def wrap_layers(freezes: bool) -> Wrapped:
+        module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        module[0].bias.requires_grad_(not freezes)
+        model = ZeroDataParallel(module, Axis.trivial("data"), ZeroConfig(1))
+        groups = [{"params": [getattr(layer, name) for layer in module], "lr": 0.0} for name in ("weight", "bias")]
+        return model, ZeroOptimizer(model, torch.optim.SGD, groups)
+
+    saved = wrap_layers(freezes=False)
+    for group, rate in zip(saved[1].param_groups, (0.1, 0.2), strict=True):
+        group["lr"] = rate
+    save(tmp_path / "saved", *saved)
+    load(tmp_path / "saved", *(loaded := wrap_layers(freezes=True)))
+    assert [group["lr"] for group in loaded[1].param_groups] == [0.1, 0.2]
+
+
+def test_a_group_of_the_parameters_of_several_groups_is_refused(tmp_path: Path):
     def wrap_blocks(first: int) -> Wrapped:
         model = ZeroDataParallel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), Axis.trivial("data"), ZeroConfig(1))
         params = list(model.module.parameters())
         return model, ZeroOptimizer(model, torch.optim.SGD, [{"params": params[:first]}, {"params": params[first:]}])
 
     save(tmp_path / "saved", *wrap_blocks(1))
-    with pytest.raises(ConfigError, match=r"parameters of group 0 of the optimizer: 2, such as 0\.bias; give it the"):
+    with pytest.raises(ConfigError, match=r"has the 2 parameters of group 0 of the optimizer in 2 groups, whose"):
         load(tmp_path / "saved", *wrap_blocks(2))
 
 
