@@ -73,9 +73,7 @@ class Agreement:
 
 
 class Stopping:
-    """A handler of signals: the first one asks all ranks to stop, and a later one ends this process at once.
-
-    A scheduler's warning, which launchers repeat, does not end it.
+    """A handler of signals: the first one asks all ranks to stop, a later one but a warning ends this process at once.
 
     With `save_seconds` above 0, the ranks agree to save when so much time has passed since the last call of `saved`.
 
@@ -234,11 +232,9 @@ def take_warnings(handler: Callable[[int], object]) -> None:
     Ranks that this thread starts from now on hold them back until they can handle them. A SIGTERM that scripts/launch
     has made this process ignore is passed on too. A rank that gets a signal twice takes it as one.
     """
-    is_term_ignored = signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
-    for number in (*WARNINGS, *[signal.SIGTERM] * is_term_ignored):
+    for number in (*WARNINGS, *[signal.SIGTERM] * (signal.getsignal(signal.SIGTERM) == signal.SIG_IGN)):
         signal.signal(number, lambda received, _frame: handler(received))
     atexit.register(signal.signal, signal.SIGUSR1, signal.SIG_IGN)  # Python, as it ends, lets it end the process
-    # What this thread blocks is not lost: ranks inherit it, and threads without it, or the next one, receive it.
     signal.pthread_sigmask(signal.SIG_BLOCK, WARNINGS)
 
     def wait() -> None:

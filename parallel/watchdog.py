@@ -1,7 +1,7 @@
 """A watchdog that ends a job that hangs, and names the rank that hangs and the collective that it has not completed.
 
 A thread of each rank writes heartbeats to the launcher's store. If a rank has made no progress for `hang_seconds`, or
-for less when the time of its steps is known (`patience`), its thread reads the heartbeats of all ranks. If another rank
+for less when the time of its steps is known, its thread reads the heartbeats of all ranks. If another rank
 still makes progress, the job continues. Otherwise the rank that hangs is one whose heartbeats have stopped; if there is
 none, the one that has come least far: all ranks run the same collectives, and the others wait for it in their next one.
 What counts is what the device has completed and reached, because the host of a rank may have launched many more. The
@@ -72,20 +72,9 @@ class Heart:
         self._num_beats = self._tick = 0
         self._progress: tuple[int, ...] | None = None  # (complete, reached, phases, beats), and when they last changed
         self.progress_time = clock()
-        self._step_times: deque[float] = deque(maxlen=64)  # when the newest steps began
 
     def beat(self) -> None:
         self._num_beats += 1
-
-    def begin_step(self) -> None:
-        self._step_times.append(self.clock())
-
-    def patience(self, least: float, most: float) -> float:
-        """Return the seconds without progress that are a hang: at most `most`, and less if the steps are known."""
-        times = list(self._step_times)
-        if len(times) <= NUM_STEPS:
-            return most
-        return min(most, max(least, STEPS_PER_HANG * median(after - before for before, after in pairwise(times))))
 
     def _progress_of_log(self) -> CommProgress:
         with suppress(RuntimeError):  # a device that has failed, as by an illegal access, makes no more progress
@@ -108,7 +97,7 @@ class Heart:
 
 
 class Watchdog:
-    """A watchdog of one rank. It ends the job if no rank makes progress for `hang_seconds`, or `Heart.patience`.
+    """A watchdog of one rank. It ends the job if no rank makes progress for `hang_seconds`, or less.
 
     Progress is a collective that completes, the begin of a phase in `log`, or a call of `beat`. With `hang_seconds` 0
     it does nothing. Before the job ends, every rank whose process still runs calls `on_abort`
@@ -135,11 +124,19 @@ class Watchdog:
         self._poll_seconds = self._least_seconds / POLLS_PER_HANG
         self._waiting_since = math.inf  # for another rank to report
         self.beat = self._heart.beat  # records progress other than a collective; may be called from any thread
-        self.begin_step = self._heart.begin_step
+        self._step_times: deque[float] = deque(maxlen=64)  # when the newest steps began
+
+    def begin_step(self) -> None:
+        self._step_times.append(self._heart.clock())
 
     @property
     def _hang_seconds(self) -> float:
-        return self._heart.patience(self._least_seconds, self._most_seconds)
+        """The seconds without progress that are a hang: fewer than the setting if the steps are known."""
+        times = list(self._step_times)
+        if len(times) <= NUM_STEPS:
+            return self._most_seconds
+        step_seconds = median(after - before for before, after in pairwise(times))
+        return min(self._most_seconds, max(self._least_seconds, STEPS_PER_HANG * step_seconds))
 
     @contextmanager
     def running(self) -> Iterator[None]:

@@ -164,9 +164,8 @@ def start_of_launch() -> tuple[str, int] | None:
 
 def note_for_launcher(name: str, text: str = "") -> None:
     """Write a note of the run's first rank for its launcher, if that reads them."""
-    if folder := os.environ.get(NOTES_VARIABLE):
-        with suppress(OSError):
-            Path(folder, name).write_text(text)
+    with suppress(OSError, KeyError):
+        Path(os.environ[NOTES_VARIABLE], name).write_text(text)
 
 
 def is_restart() -> bool:

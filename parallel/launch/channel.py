@@ -25,7 +25,6 @@ from parallel.validation.errors import ConfigError
 T = TypeVar("T")
 
 SECRET = "launch.secret"  # in the job's folder
-SECRET_BYTES = 32
 REPLY_SECONDS = 2.0  # from the connection to the last byte of the answer
 MOST_BYTES = 2**23  # of a message, which may have the digests of thousands of files
 STRANGER = "stranger"  # the answer to a question without the secret
@@ -41,21 +40,17 @@ def read_secret(folder: Path) -> bytes:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.path.lexists(path):
             with os.fdopen(os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-                file.write(os.urandom(SECRET_BYTES).hex())
+                file.write(os.urandom(32).hex())
             with suppress(FileExistsError):  # of two nodes that make one the first counts
                 os.link(own, path)
             own.unlink()
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
-            found, secret = os.fstat(file.fileno()), file.read(2 * SECRET_BYTES)
+            found, secret = os.fstat(file.fileno()), file.read(64)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read or made ({error.strerror}); choose another folder") from error
-    if found.st_uid != os.getuid() or found.st_mode & 0o077 or len(secret) != 2 * SECRET_BYTES:
+    if found.st_uid != os.getuid() or found.st_mode & 0o077 or len(secret) != 64:
         raise ConfigError(f"{path} is no secret of this user alone; delete it, or choose another folder")
     return secret
-
-
-class StrangerError(ValueError):
-    """The other process has another secret."""
 
 
 class Channel:
@@ -70,7 +65,7 @@ class Channel:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     async def ask(self, address: tuple[str, int], name: str, request: dict[str, Any]) -> str:
-        """Return the answer of the process `name`. Raises OSError or ValueError, also a StrangerError."""
+        """Return the answer of the process `name`. Raises OSError or ValueError, ConfigError if it is a stranger."""
         async with asyncio.timeout(REPLY_SECONDS):
             reader, writer = await asyncio.open_connection(*address, limit=MOST_BYTES)
             try:
@@ -80,7 +75,7 @@ class Channel:
             finally:
                 writer.close()
         if not hmac.compare_digest(code.encode(), self._code("answer", nonce, text, answer).encode()):
-            raise StrangerError(f"{name} has another secret; all nodes need the same folder of the run")
+            raise ConfigError(f"{name} has another secret; all nodes need the same folder of the run")
         return answer
 
     def serve(self, address: tuple[str, int], name: str, answer: Callable[[dict[str, Any]], str]) -> None:

@@ -56,6 +56,7 @@ MINORITY_SECONDS = SILENT_SECONDS + 6.0  # after which less than half of the mem
 JOIN_SECONDS = 30.0  # in which a member must begin a start that the leader has published
 END_SECONDS = 10.0  # for which an ended agent tells the others, at most
 KILL_SECONDS = 60.0  # for killed ranks, which a driver or a file server may hold for ever
+COPY_LOG = "trap '' INT TERM HUP USR1; exec tee -a \"$1\""  # a rank dies of its next line if this ends before it
 STOP_SECONDS = 600.0  # for ranks that were asked to stop, for their last checkpoint
 
 # (the program's arguments, nodes, ranks of a node) -> why the program cannot run on so many; None if it can
@@ -94,9 +95,7 @@ class Ranks:
             output = None
             if self._logs is not None:
                 self._logs.mkdir(parents=True, exist_ok=True)
-                # A rank dies of its next line if this ends first, as by a signal to all processes of a job.
-                ignores = ["bash", "-c", "trap '' INT TERM HUP USR1; exec tee -a \"$1\"", "tee"]
-                copy = [*ignores, str(self._logs / f"rank_{variables['RANK']}.log")]
+                copy = ["bash", "-c", COPY_LOG, "tee", str(self._logs / f"rank_{variables['RANK']}.log")]
                 self._log_writers.append(subprocess.Popen(copy, stdin=subprocess.PIPE, start_new_session=True))
                 output = self._log_writers[-1].stdin
             self._processes.append(
@@ -189,8 +188,7 @@ class Agent:
         # Of each node, after its agent's port: the store of the ranks of the starts that the node leads.
         self._stores = {name: (host, port + 1) for name, (host, port) in addresses.items()}
         try:
-            own = Record(options.node, uuid4().hex[:8])
-            self._peers = Peers(own, addresses, read_secret(folder), facts)
+            self._peers = Peers(Record(options.node, uuid4().hex[:8]), addresses, read_secret(folder), facts)
             # Torch's own store listens at all addresses.
             listener = socket.create_server(self._stores[options.node], backlog=1024)
             self._store = dist.TCPStore(
@@ -202,8 +200,7 @@ class Agent:
             )
         except (OSError, RuntimeError) as error:
             raise ConfigError(f"{options.node}: port {port} or {port + 1} cannot be served: {error}") from error
-        self._kept = None if os.environ.get(NOTES_VARIABLE) else tempfile.TemporaryDirectory(prefix="launch-")
-        self._notes = Path(self._kept.name if self._kept else os.environ[NOTES_VARIABLE])
+        self._notes = Path(os.environ.get(NOTES_VARIABLE) or tempfile.mkdtemp(prefix="launch-"))
         self._arbiter = resolve(options.arbiter) if options.arbiter else None
         self._ranks = Ranks(options.num_ranks, words, options.logs, self._notes)
         self._signals = Signals(self._ranks)

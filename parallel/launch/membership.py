@@ -192,8 +192,7 @@ def _account(last: Record, found: Found) -> tuple[dict[str, int], dict[str, Any]
     for node in at_fault or (aborted if len(aborted) == 1 else []):
         failures[node] = failures.get(node, 0) + 1
     step = max(record.step for record in _reached(found))
-    is_further = step > last.counted_from
-    num_restarts = (0 if is_further else last.num_restarts) + bool(codes and not lost)
+    num_restarts = (0 if step > last.counted_from else last.num_restarts) + bool(codes and not lost)
     return failures, {"num_restarts": num_restarts, "counted_from": max(step, last.counted_from), "step": step}
 
 

@@ -8,9 +8,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from parallel.launch.channel import Channel, StrangerError
+from parallel.launch.channel import Channel
 from parallel.launch.membership import SILENT_SECONDS, Record
 from parallel.launch.node_facts import NodeFacts, seconds_ahead
+from parallel.validation.errors import ConfigError
 from parallel.validation.fields import parse_json
 
 ARBITER = "the arbiter"  # scripts/launch/arbiter.py
@@ -55,8 +56,8 @@ class Peers:
 
     def is_granted(self, arbiter: tuple[str, int], start: int) -> bool:
         """Ask the arbiter for a start. Raises OSError or ValueError if it cannot be reached."""
-        request = {"start": start, "by": f"{self.own.node} {self.own.incarnation}"}
-        return self._channel.run(self._channel.ask(arbiter, ARBITER, request)) == "granted"
+        own = f"{self.own.node} {self.own.incarnation}"
+        return self._channel.run(self._channel.ask(arbiter, ARBITER, {"start": start, "by": own})) == "granted"
 
     async def _read(self, node: str) -> tuple[str, Record | None]:
         if node == self.own.node:
@@ -70,7 +71,7 @@ class Peers:
             self._seen.pop(node, None)
             return node, None
         except (OSError, ValueError) as error:
-            self.stranger = str(error) if isinstance(error, StrangerError) else ""
+            self.stranger = str(error) if isinstance(error, ConfigError) else ""
             return node, last if time.monotonic() - since < SILENT_SECONDS else None
         self._seen[node] = time.monotonic(), digest, last
         return node, last

@@ -6,8 +6,8 @@
     other nodes     ask the first node for its clock's time, report their facts, ask for the verdict
 
 The first node sets the verdict, a list of problems, when all nodes have reported or the time is over. Every node reads
-the same list, so either all of them start the job or none does; the exit code is then 2. They know each other by the
-secret in the job's folder (parallel/launch/channel.py), so a node that does not share this folder is found by that.
+the same list, so either all of them start the job or none does; the exit code is then 2. All need the same secret of
+parallel/launch/channel.py, and so the same folder of the job.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from dataclasses import asdict, replace
 from typing import Any
 from uuid import uuid4
 
-from parallel.launch.channel import Channel, StrangerError, read_secret
+from parallel.launch.channel import Channel, read_secret
 from parallel.launch.node_facts import Job, NodeFacts, find_facts, find_problems, seconds_ahead
 from parallel.launch.route import find_route, resolve
 from parallel.validation.errors import ConfigError, first_line
@@ -121,10 +121,11 @@ class First:
                 self._until = time.monotonic() + SILENT_SECONDS
                 self._remedy = "the first node has ended, or does not answer; see its output"
                 return answer
+            except ConfigError as error:
+                raise ConfigError(f"{self._name}: {error}") from error
             except (OSError, ValueError) as error:
-                if isinstance(error, StrangerError) or time.monotonic() >= self._until:
-                    why = error if isinstance(error, StrangerError) else f"{self._remedy} ({first_line(error)})"
-                    raise ConfigError(f"{self._name}: {why}") from error
+                if time.monotonic() >= self._until:
+                    raise ConfigError(f"{self._name}: {self._remedy} ({first_line(error)})") from error
             time.sleep(POLL_SECONDS)
 
 

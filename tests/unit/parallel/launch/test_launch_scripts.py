@@ -439,7 +439,8 @@ def test_a_schedulers_signal_to_the_launcher_alone_reaches_the_ranks(monkeypatch
         with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True) as rank:
             monkeypatch.setattr(launcher, "children", lambda: [rank.pid])  # this process has others
             os.kill(os.getpid(), number)
-            ended.append((rank.wait(), rank.stdout and rank.stdout.read()))
+            wait_until(lambda: rank.poll() is not None)  # a launcher waits in this way, too
+            ended.append((rank.returncode, rank.stdout and rank.stdout.read()))
 
     monkeypatch.setattr(run, "main", run_ranks)
     before = signal.signal(number, signal.SIG_IGN)
