@@ -101,7 +101,6 @@ def test_what_would_be_wrong_in_silence_is_refused_by_name(kind):
         ZeroDataParallel(Pair(change), Axis.trivial("data"), ZeroConfig(0))
 
 
-@pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.filterwarnings("ignore:.*spectral_norm.*:FutureWarning")
 def test_a_spectral_norm_is_trained():
     model = ZeroDataParallel(nn.utils.spectral_norm(nn.Linear(4, 4)), Axis.trivial("data"), ZeroConfig(2))
@@ -110,6 +109,7 @@ def test_a_spectral_norm_is_trained():
     assert optimizer.step() > 0
 
 
+@pytest.mark.parametrize("stage", [0, 3])
 def test_a_scripted_module_is_refused_as_the_model_and_after_wrapping(stage):
     with pytest.raises(ConfigError, match=f"^the module is a RecursiveScriptModule {SCRIPTED}"):
         ZeroDataParallel(torch.jit.script(nn.Linear(2, 2)), Axis.trivial("data"), ZeroConfig(stage))
