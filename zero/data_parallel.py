@@ -52,7 +52,6 @@ class ZeroDataParallel(Engine):
     config: ZeroConfig
     guard_class = AnyModule
 
-    @torch.inference_mode(False)
     def __init__(
         self,
         module: nn.Module,
@@ -73,18 +72,19 @@ class ZeroDataParallel(Engine):
         check_module(module, data)  # before anything is chosen for it
         self.offload = offload
         chosen = homes or homes_of(offload, device or next(module.parameters()).device)
-        super().__init__(
-            module,
-            data,
-            config,
-            transports_of(config, data, module, chosen.device, transport),
-            chosen,
-            init=init,
-            device=homes.device if homes else device,
-            param_dtype=param_dtype,
-            cast_forward_inputs=cast_forward_inputs,
-            extensions=[*extensions_of(config, offload, data, chosen.device), *extensions],
-        )
+        with torch.inference_mode(False):
+            super().__init__(
+                module,
+                data,
+                config,
+                transports_of(config, data, module, chosen.device, transport),
+                chosen,
+                init=init,
+                device=homes.device if homes else device,
+                param_dtype=param_dtype,
+                cast_forward_inputs=cast_forward_inputs,
+                extensions=[*extensions_of(config, offload, data, chosen.device), *extensions],
+            )
         refuse = Hook(_refuse_replacing)
         self.end_with_engine(part.register_load_state_dict_pre_hook(refuse) for part in module.modules())
         transient = sum(unit.transient_numel for unit in self.units.values())
@@ -92,7 +92,7 @@ class ZeroDataParallel(Engine):
             warnings.warn(
                 f"stage 3 gathers all of a {type(module).__name__} at once, {transient} elements, since it has no "
                 "module list; name the modules to gather at a time, as ZeroConfig(3, units=('layers.*',))",
-                stacklevel=3,
+                stacklevel=2,
             )
 
     def named_modules(self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True) -> Any:

@@ -102,7 +102,7 @@ class ShallowRun:
             MeshShape.of(found.state.mesh),
             found.kernels,
             found.events,
-            num_left_out,
+            num_left_out + found.num_left_out,  # those of these settings that the dry run has left out by itself
             {str(kind): num_bytes for kind, num_bytes in found.peak[DEVICE].items()},
         )
 

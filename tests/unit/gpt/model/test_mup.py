@@ -140,5 +140,5 @@ def test_exported_weights_are_those_of_the_same_function(tmp_path):
     other = small_gpt(small_config(num_layers=2, mup_base_width=6, mup_base_head_dim=2))
     with pytest.raises(ConfigError, match=r"choose model\.mup_base_head_dim=null"):
         load_pretrained(other, tmp_path)
-    with pytest.raises(ConfigError, match=r"mup_base_head_dim=2 scales attention"):
+    with pytest.raises(ConfigError, match=r"has model\.mup_base_head_dim=2 beside"):
         write_weights(tmp_path, small_config(mup_base_width=6, mup_base_head_dim=2), [])

@@ -9,7 +9,6 @@ import torch
 
 from lab.measure import __main__ as measurement
 from lab.measure import bandwidth
-from parallel.launch import preflight
 from parallel.mesh import Mesh
 from parallel.validation.errors import ConfigError
 from parallel.world import World, imitated_world
@@ -19,7 +18,7 @@ from tests.unit.parallel.launch.test_preflight import ALIKE
 def test_nodes_are_compared_before_anything_is_measured(monkeypatch):
     measured = mock.Mock()
     monkeypatch.setattr(measurement, "start_world", lambda: World(0, 1, 0, 1, torch.device("cpu")))
-    monkeypatch.setattr(preflight, "find_facts", lambda _job: dataclasses.replace(ALIKE, disk_error="full"))
+    monkeypatch.setattr(measurement, "find_facts", lambda _job: dataclasses.replace(ALIKE, disk_error="full"))
     monkeypatch.setattr(measurement, "measure", measured)
     with pytest.raises(ConfigError, match=r"^preflight: n1: /shared/runs cannot be written: full$"):
         measurement.main(["--", "--steps", "7"])

@@ -140,6 +140,7 @@ def test_three_micro_batches_are_recorded_and_have_the_time_and_memory_of_seven(
     chosen = shallow(*world, *layout)
     run, _ = shallow_runs(chosen)
     assert run.num_left_out == 4
+    monkeypatch.setattr("lab.dryrun.dry_run.MAX_MICRO_BATCHES", 7)
     of_three, of_seven = depth.estimate(run, DGX_2), depth.estimate(ShallowRun.of(chosen, 0), DGX_2)
     assert of_three.seconds == pytest.approx(of_seven.seconds, rel=1e-9)
     tokens_and_losses = 4 * ((32 + 1) * 8 + 4)

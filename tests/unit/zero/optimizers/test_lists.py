@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import SGD, Adagrad, AdamW, Optimizer, lr_scheduler
 
-from parallel.comm_log import CommLog
-from parallel.mesh import Axis
+from parallel.mesh import Axis, Mesh
 from parallel.tensor.gradient_sums import GradientSums
 from parallel.validation.errors import ConfigError
+from parallel.world import imitated_world
 from tests.twins import params_of
 from zero.checkpoint import rank_state
 from zero.checkpoint.checkpoint import load, save
@@ -204,14 +204,15 @@ def test_a_model_has_one_optimizer_until_it_is_deleted():
 
 
 def test_sums_over_tensor_ranks_are_hooks_again_after_an_optimizer_with_that_axis():
-    model, tensor = wrap(), Axis("tensor", 2, 0, CommLog())
-    model.module.sums = sums = GradientSums([model.module[0].bias], tensor)
-    first = ZeroOptimizer(model, SGD, tensor=tensor)
-    assert sums.is_deferred
-    del first
-    optimizer = ZeroOptimizer(model, SGD)
-    assert not sums.is_deferred
-    del optimizer
+    with imitated_world(0, 2, 2, "gloo"):
+        model, tensor = wrap(), Mesh.create(tensor_size=2, imitated_backend="gloo").tensor
+        model.module.sums = sums = GradientSums([model.module[0].bias], tensor)
+        first = ZeroOptimizer(model, SGD, tensor=tensor)
+        assert sums.is_deferred
+        del first
+        optimizer = ZeroOptimizer(model, SGD)
+        assert not sums.is_deferred
+        del optimizer
 
 
 REFUSED: dict[str, tuple[Callable[[ZeroDataParallel], object], type[Exception], str]] = {
