@@ -35,7 +35,7 @@ from zero.core.protocols.home import Home, Homes
 from zero.core.protocols.transport import Transport, TransportOf
 from zero.core.transports import Transports
 from zero.core.units.access import UnitAccess
-from zero.core.units.hooks import ModuleHooks, PersistentHooks
+from zero.core.units.hooks import PersistentHooks
 from zero.core.units.passes import Passes
 from zero.core.units.scheduler import Residency, UnitScheduler
 from zero.core.units.unit import Unit, assign_parameters, find_units, group_alike, in_order_of_use, named_units
@@ -101,8 +101,9 @@ class Engine(nn.Module):
     ):
         super().__init__()
         self.module, self.config, self.data, self.homes = module, config, data, homes
-        casts = cast_forward_inputs and param_dtype is not None
-        self._cast = partial(cast_floating_point, dtype=param_dtype or torch.float32) if casts else None
+        self._cast = None
+        if cast_forward_inputs and param_dtype is not None:
+            self._cast = partial(cast_floating_point, dtype=param_dtype)
         own = assign_parameters(module, self._unit_names())
         self.extensions = Extensions(extensions)
         self.extensions.on_wrap(module, list(own))
@@ -124,7 +125,7 @@ class Engine(nn.Module):
         if config.policy.full_params is Lifetime.TRANSIENT:
             self.guard.report_attributes(module)
             scheduler = UnitScheduler(module, self._access, self.residency, self._passes, self.reducer, self.extensions)
-            self._hooks: ModuleHooks | PersistentHooks = scheduler.hooks
+            self._hooks: PersistentHooks = scheduler.hooks
         else:
             self._hooks = PersistentHooks(self._passes.begin_forward)
         self._hooks.handles += self._passes.watch_gradients()

@@ -33,7 +33,7 @@ class CallObserver(Protocol):
 
 
 class PersistentHooks:
-    """The hooks of a model whose parameters persist, with the methods of `ModuleHooks`: none around forwards."""
+    """The hooks of a model whose parameters persist: none around forwards."""
 
     def __init__(self, begin_forward: Callable[[], None]):
         self.begin = torch.compiler.disable(begin_forward)
@@ -42,8 +42,20 @@ class PersistentHooks:
 
     def register_method(self, module: nn.Module, name: str, cast: Cast | None) -> None:
         """Cast what a method is called with: whatever runs can read the parameters."""
-        if cast and not isinstance(vars(module).get(name), ForwardMethod):
-            setattr(module, name, ForwardMethod(module, name, lambda *_: None, lambda _: None, cast))
+        if cast:
+            self._replace(module, name, lambda *_: None, lambda _: None, cast)
+
+    def _replace(
+        self,
+        module: nn.Module,
+        name: str,
+        before: Callable[[tuple, dict], None],
+        after: Callable[[Any], None],
+        cast: Cast | None,
+    ) -> None:
+        """Let a method call `before` and `after` until `remove`; nothing changes if it does already."""
+        if not isinstance(vars(module).get(name), ForwardMethod):
+            setattr(module, name, ForwardMethod(module, name, before, after, cast))
             self._methods.append((module, name))
 
     def remove(self) -> None:
@@ -54,7 +66,7 @@ class PersistentHooks:
             delattr(*self._methods.pop())
 
 
-class ModuleHooks:
+class ModuleHooks(PersistentHooks):
     """Tells an observer of the calls of all modules with parameters, and of their methods that are registered.
 
     Any of these modules may be called by itself. `unit` is the smallest one that contains the module. The calls enclose
@@ -63,11 +75,9 @@ class ModuleHooks:
     """
 
     def __init__(self, root: nn.Module, units: dict[str, Unit], observer: CallObserver):
+        super().__init__(self._begin)
         self._root, self._observer = root, observer
         never_begin_graph(Hook.__call__)
-        self.begin = torch.compiler.disable(self._begin)
-        self.handles: list[RemovableHandle] = []
-        self._methods: list[tuple[nn.Module, str]] = []
         self.num_methods_running = 0  # registered ones, whose end is always noticed
         names: dict[nn.Module, list[str]] = {}
         for name, module in root.named_modules(remove_duplicate=False):
@@ -91,18 +101,11 @@ class ModuleHooks:
 
     def register_method(self, module: nn.Module, name: str, cast: Cast | None) -> None:
         """Treat a call of a method like a call of the module, and cast what it is called with."""
-        if isinstance(vars(module).get(name), ForwardMethod):
-            return
-        before, after = partial(self._before_method, module), partial(self._after_method, module)
-        setattr(module, name, ForwardMethod(module, name, before, after, cast))
-        self._methods.append((module, name))
+        self._replace(module, name, partial(self._before_method, module), partial(self._after_method, module), cast)
 
     def remove(self) -> None:
         """Remove all hooks and registered methods."""
-        for handle in self.handles:
-            handle.remove()
-        while self._methods:
-            delattr(*self._methods.pop())
+        super().remove()
         restore_parameter_tables(self._root)
 
     def _before_method(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
